@@ -124,3 +124,12 @@ def test_the_function_softmax_takes_small_groups_that_are_known():
         outs = [pyg_dfgnn.utils.softmax(x, index, num_nodes=5) for _ in range(4)]
         assert launched
     torch.testing.assert_close(outs[-1], outs[0])
+
+
+@needs_compiler
+def test_small_sums_are_described_however_the_arguments_are_given():
+    conv, x, edge_index = pyg_dfgnn.nn.GraphConv(FEATURES, FEATURES), torch.randn(30, FEATURES), edges()
+    with emulated_device():
+        for args, kwargs in (((x, edge_index), {}), ((x,), {"edge_index": edge_index}), ((x, edge_index, None), {})):
+            assert "the edges are few" in str(pyg_dfgnn.describe_plan(conv, *args, **kwargs))
+        assert pyg_dfgnn.describe_plan(conv, x, edge_index, edge_weight=torch.rand(90)).fused

@@ -1,5 +1,6 @@
 """What the convs that aggregate messages share: the question to the gate, what travels along the edges, the op."""
 
+import inspect
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -193,8 +194,11 @@ class AggregationConv(FusedConv):
 
     def _describe(self, device: torch.device | None, *args: Any, **kwargs: Any) -> Description:
         found = super()._describe(device, *args, **kwargs)
-        has_edges = any(isinstance(value, Tensor) for value in (*args[2:], *kwargs.values()))
-        if len(args) < 2 or has_edges or self._takes_new or not found.fused or not self._is_few(*args[:2]):
+        if self._takes_new or not found.fused:
+            return found
+        given = inspect.signature(self.forward).bind(*args, **kwargs).arguments
+        has_edges = any(given.get(name) is not None for name in ("edge_attr", "edge_weight"))
+        if has_edges or not self._is_few(given["x"], given["edge_index"]):
             return found
         return Description(found.layer, (SMALL,), found.problem)
 
