@@ -9,9 +9,12 @@ from torch import Tensor
 
 from pyg_dfgnn.errors import UnsupportedError
 from pyg_dfgnn.graph import Graph
-from pyg_dfgnn.ir import D, E, R, Rows, S, concat, dot, interpret, leaky_relu, max_to, relational, sum_to, to
+from pyg_dfgnn.graph.derived import tensors_of
+from pyg_dfgnn.ir import D, E, R, Rows, S, concat, dot, interpret, leaky_relu, max_to, mean_to, relational, sum_to, to
 from pyg_dfgnn.ir.layers import rgat
+from pyg_dfgnn.ir.passes import PASSES, Passes
 from pyg_dfgnn.ops.relational import apply, prepared_for, program, rows_of
+from pyg_dfgnn.ops.relational.gemm import SegmentLinear, SegmentOuter
 from pyg_dfgnn.runtime import launcher
 from pyg_dfgnn.settings import local_settings
 from tests.kernels.emulated import build_together, emulated_device
@@ -40,6 +43,12 @@ def largest(x: S):
     """Backward reads an output, which is given twice."""
     most = max_to(D, x)
     return {"most": most, "again": most, "square": most * most}
+
+
+@relational
+def averaged(x: S, weight: R):
+    """A map per relation, of which rows are averaged."""
+    return mean_to(D, to(E, x) @ weight)
 
 
 def takes_a_name(x: S):
@@ -112,6 +121,25 @@ def test_outputs_may_be_edited_in_place(graph):
                 assert out["again"].any()
             gradients += torch.autograd.grad(loss, [x])
     assert torch.equal(*gradients)
+
+
+@pytest.mark.parametrize("off", [(), tuple(PASSES)], ids=["optimised", "as written"])
+def test_other_streams_hear_of_all_arrays_that_a_program_reads(off, graph):
+    """The lists of the rows tell them of what they keep."""
+    rows = rows_of(graph)
+    with emulated_device():
+        prepared = prepared_for(averaged, rows, inputs_of(), passes=Passes(frozenset(off)))
+    known = {id(tensor) for holder in (rows.lists, rows.graph) for tensor in tensors_of(holder._derived)}
+    read = []
+    for function in (prepared.forward, prepared.backward):
+        for value in function.__globals__.values():
+            product = getattr(getattr(value, "func", value), "__self__", None)
+            if isinstance(product, (SegmentLinear, SegmentOuter)):
+                read += [tensor for tensor in vars(product).values() if isinstance(tensor, Tensor)]
+            elif isinstance(value, Tensor) and value is not function.__globals__["like"]:
+                read.append(value)
+    assert len(read) > 4
+    assert all(id(tensor) in known for tensor in read)
 
 
 def test_second_derivatives_are_refused(graph):

@@ -7,6 +7,7 @@ it, so that the passes of a program on many graphs have one text.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -37,8 +38,10 @@ class Functions:
         self.exact = {buffer.name for buffer in lowered.buffers.values() if buffer.is_exact}
         self.variables = {name: f"b{place}" for place, name in enumerate(lowered.buffers)}
         self.static: dict[str, Tensor] = {}
+        like = self.like.float()
         for step in lowered.static:
-            self.static |= run_values(step.program, rows, {}, self.like.float())
+            # Kept with the lists, so that other streams wait for them.
+            self.static |= rows.derived(("static", step), partial(run_values, step.program, rows, {}, like))
         # In memory; buffers that one row is all of may lack the size of 1, as inputs and results do.
         self.shapes = {name: self.rows_of(name) for name in lowered.buffers}
 

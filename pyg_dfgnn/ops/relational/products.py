@@ -59,7 +59,7 @@ def prepare(step: Step, exact: Collection[str], rows: Rows, dtype: torch.dtype) 
     over, domain = (step.over, step.domain) if is_outer else (root.domain, values[right].domain)
     typed, order = _typed(rows, over, domain)
     x, y = _operand(step.program, left), _operand(step.program, right)
-    gather = [_gather(rows, over, values[arg].domain, order) for arg in root.args]
+    gather = [_gather(rows, over, domain, values[arg].domain, order) for arg in root.args]
     # Rows that have no size for heads are the same for all.
     x_heads, y_heads = (_heads(step.program, arg, heads, 1 if is_outer or arg == left else 2) for arg in root.args)
     if is_outer:
@@ -121,9 +121,12 @@ def _typed(rows: Rows, over: Domain, domain: Domain) -> tuple[TypedRows, Tensor 
     return sorted_by_type(rows.lists, (over, domain), rows.index(over, domain), rows.sizes[domain])
 
 
-def _gather(rows: Rows, over: Domain, other: Domain, order: Tensor | None) -> Tensor | None:
-    """Return the row of another domain at each place; None where the places are its rows."""
+def _gather(rows: Rows, over: Domain, domain: Domain, other: Domain, order: Tensor | None) -> Tensor | None:
+    """Return the row of another domain at each place of :func:`_typed`; None where the places are its rows."""
     if other is over:
         return order
     index = rows.at_rows(over, other)
-    return index if order is None else index.index_select(0, order)
+    if order is None:
+        return index
+    # Kept with the lists, so that other streams wait for it.
+    return rows.derived(("at_places", over, domain, other), lambda: index.index_select(0, order))
