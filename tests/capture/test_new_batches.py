@@ -85,6 +85,8 @@ KERNELS = {
     "gin": lambda: torch_geometric.nn.GINConv(mlp()),
     "gine": lambda: torch_geometric.nn.GINEConv(mlp(), edge_dim=WIDTH),
     "gcn": plain("GCNConv", WIDTH, WIDTH),
+    "gcn, max": plain("GCNConv", WIDTH, WIDTH, aggr="max"),
+    "gcn without loops, max": plain("GCNConv", WIDTH, WIDTH, aggr="max", add_self_loops=False),
     "sage": plain("SAGEConv", WIDTH, WIDTH),
     "sage, max": plain("SAGEConv", WIDTH, WIDTH, aggr="max"),
     "sage, other flow": plain("SAGEConv", WIDTH, WIDTH, flow="target_to_source"),
@@ -222,10 +224,12 @@ def test_arrays_are_those_of_each_batch(self_loops, transposed, dtype):
 
 
 @needs_compiler
-def test_ids_out_of_range_are_told_by_the_next_step():
+@pytest.mark.parametrize("name", ["gin", "gcn", "gcn, max", "gcn without loops, max"])
+@pytest.mark.parametrize("beyond", [0, 10**6])
+def test_ids_out_of_range_are_told_by_the_next_step(name, beyond):
     """Also those that lie in the room for padding; the edges are left out."""
     loader = DataLoader(members(), batch_size=3)
-    (_, _), (model, optimizer) = twins(lambda: Model(KERNELS["gin"]))
+    (_, _), (model, optimizer) = twins(lambda: Model(KERNELS[name]))
     with emulated_device():
         step = capture_step(model, loss, optimizer, loader, forward=call, recorder=HostRecorder(optimizer))
         for _ in range(2):
@@ -234,15 +238,13 @@ def test_ids_out_of_range_are_told_by_the_next_step():
         bad = next(iter(loader))
         num_nodes = bad.num_nodes
         good = bad.clone()
-        bad.edge_index[0, 4] = num_nodes
+        number = bad.edge_index[0, 4] = num_nodes + beyond
         keep = torch.arange(good.num_edges) != 4
         good.edge_index, good.edge_attr = good.edge_index[:, keep], good.edge_attr[keep]
         with torch.no_grad():
             want = loss(copy.deepcopy(model)(good), good)
         torch.testing.assert_close(step(bad), want, rtol=1e-3, atol=1e-4)
-        with pytest.raises(
-            IdRangeError, match=f"source id {num_nodes} of {num_nodes} nodes, in this call or an earlier"
-        ):
+        with pytest.raises(IdRangeError, match=f"source id {number} of {num_nodes} nodes, in this call or an earlier"):
             step(next(iter(loader)))
         assert step(next(iter(loader))).isfinite()
 

@@ -121,6 +121,9 @@ class NormalizedConv(AggregationConv):
     def _normalized_weight(self, call: edges.Call, graph: Graph | EdgeSet, x: Tensor) -> Tensor:
         """Return the normalised weights of a graph's edges, [E]; the host waits for no device."""
         ends = graph.edge_index
+        if isinstance(graph, Graph) and graph.is_bare:
+            # An id out of range leaves its edge out, and only a later call is told.
+            ends = ends.clamp(0, x.size(0) - 1)
         if call.edge_attr is None:
             weight = x.new_ones(ends.size(1))
         else:
