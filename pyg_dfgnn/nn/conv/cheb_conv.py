@@ -114,7 +114,9 @@ class ChebConv(AggregationConv, conv.ChebConv):
             factor = 2.0 / largest
             return Sent(graph, scale=inverse_root_degree(graph, domain), dtype=x.dtype), -factor, factor - 1.0
         if graph.is_static:
-            what = "edges of which none is a self-loop, and a number as 'lambda_max', where the edges change"
+            what = (
+                "sorted edges (SortEdges) of which none is a self-loop, and a number as 'lambda_max', where they change"
+            )
             raise ValueError(f"'edge_index' needs {what} (got others)")
         weight = None if call.edge_attr is None else self._weight(call)
         edge_index, options = self._plain(call), (self.normalization, lambda_max)
