@@ -17,7 +17,7 @@ _MOST_TENSORS = 64
 _FEW_NUMBERS = 1 << 20
 _visits: dict[tuple[int, int], list[Any]] = {}
 """Number of a tensor of edges and length of its rows -> the tensor, its first visitor, the calls and the layer of that
-one, and the visitors that leave the tensor to PyG for good, with their layers."""
+one, the visitors that leave the tensor to PyG for good, with their layers, and the forward that was counted last."""
 _NONE: tuple[Callable[[], Any], Any, Callable[[], Any], Any] = (lambda: _NONE, None, lambda: None, None)
 _last = _NONE
 """The last tensor that was new, its first visitor, the layer of that one, and the settings then."""
@@ -75,13 +75,14 @@ def may_not_wait(edges: Any) -> bool:
     return edges.is_cuda and torch.cuda.is_current_stream_capturing()
 
 
-def is_new(layer: torch.nn.Module, edges: Any, kind: str = "") -> bool:
+def is_new(layer: torch.nn.Module, edges: Any, kind: str = "", turn: int | None = None) -> bool:
     """Note a call of a layer, and return whether its edges are few and their first layer has seen them twice at most.
 
     Args:
         layer: The layer.
         edges: An `edge_index` [2, E], an index [E] or offsets; what is no tensor on a GPU is not new.
         kind: Which of several calls of the layer with the same edges this is.
+        turn: Number of the forward that the call is a part of: the calls of one count once. None: each counts.
     """
     global _last
     if type(edges) is not Tensor or torch.compiler.is_compiling():
@@ -107,14 +108,14 @@ def is_new(layer: torch.nn.Module, edges: Any, kind: str = "") -> bool:
         if len(_visits) >= _MOST_TENSORS:
             _make_room()
         reference, owner = weakref.ref(edges), weakref.ref(layer)
-        _visits[key] = [reference if base is edges else weakref.ref(base), visitor, 1, owner, {}]
+        _visits[key] = [reference if base is edges else weakref.ref(base), visitor, 1, owner, {}, turn]
         _last = reference, visitor, owner, settings
         return True
     if known[3]() is None:
         # The first layer will not come again, and this one stands in for it.
         known[1], known[3] = visitor, weakref.ref(layer)
-    if known[1] == visitor and not may_run_again(layer.training):
-        known[2] += 1
+    if known[1] == visitor and (turn is None or turn != known[5]) and not may_run_again(layer.training):
+        known[2], known[5] = known[2] + 1, turn
     if known[2] > VISITS:
         if first == known[1]:
             _last = _NONE

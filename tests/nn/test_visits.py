@@ -133,3 +133,10 @@ def test_small_sums_are_described_however_the_arguments_are_given():
         for args, kwargs in (((x, edge_index), {}), ((x,), {"edge_index": edge_index}), ((x, edge_index, None), {})):
             assert "the edges are few" in str(pyg_dfgnn.describe_plan(conv, *args, **kwargs))
         assert pyg_dfgnn.describe_plan(conv, x, edge_index, edge_weight=torch.rand(90)).fused
+
+
+def test_the_calls_of_one_forward_count_once():
+    layer, edge_index = nn.Identity(), edges()
+    for turn in range(2):
+        assert all(is_new(layer, edge_index, "propagate", turn) for _ in range(5))
+    assert not is_new(layer, edge_index, "propagate", 2)

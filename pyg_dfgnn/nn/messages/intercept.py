@@ -36,10 +36,11 @@ class Mark:
 
     Attributes:
         is_left: Whether the last messages were left to PyG's code, since the edges were few.
+        forwards: How many forwards of the layer there were.
     """
 
     def __init__(self, kind: type) -> None:
-        self.kind, self.is_left = kind, False
+        self.kind, self.is_left, self.forwards = kind, False, 0
         intercept(kind)
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -87,6 +88,7 @@ def _watched(own: Callable[..., Any], kind: type) -> Callable[..., Any]:
         mark = self.__dict__.get(MARK)
         if mark is None or torch.compiler.is_compiling() or torch.jit.is_scripting():
             return own(self, *args, **kwargs)
+        mark.forwards += 1
         if (forward is own and mark.is_left) or is_pygs(self):
             for value in (*args, *kwargs.values()):
                 if isinstance(value, Graph):
@@ -133,7 +135,7 @@ def _wrapped(method: str, own: Callable[..., Any], kind: type) -> Callable[..., 
             report_fallback(type(self).__name__, [NOT_STRICT])
             with quiet():
                 return own(self, *args, **kwargs)
-        mark.is_left = is_new(self, args[0] if args else kwargs["edge_index"], method)
+        mark.is_left = is_new(self, args[0] if args else kwargs["edge_index"], method, mark.forwards)
         if mark.is_left:
             before, step.is_left = step.is_left, True
             try:
