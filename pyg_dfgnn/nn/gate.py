@@ -24,7 +24,7 @@ from pyg_dfgnn.graph import EdgeSet, Graph
 from pyg_dfgnn.nn import edges
 from pyg_dfgnn.nn.drop_ins import Description, set_propagate, shown, upstream_of
 from pyg_dfgnn.nn.fallback import NO_DEVICE, Scripted, report_fallback
-from pyg_dfgnn.nn.visits import run_left
+from pyg_dfgnn.nn.visits import may_be_few, run_left
 from pyg_dfgnn.ops.eager import PLAIN
 from pyg_dfgnn.ops.graph import may_be_unmeasured, may_run_again, unmeasured_graph
 from pyg_dfgnn.settings import current, local_settings
@@ -521,7 +521,7 @@ class FusedConv(Scripted, MessagePassing):
         """
         report_fallback(type(self).__name__, call.reasons)
         edge_index = call.edge_index
-        if call.form == "tensor" and edge_index.numel() < _FEW_IDS:
+        if call.form == "tensor" and edge_index.numel() < _FEW_IDS and may_be_few(edge_index):
             return run_left(super().forward, x, *before, edge_index, *args, **kwargs)
         if call.form == "Graph":
             if "size" in kwargs and not isinstance(x, Tensor):
