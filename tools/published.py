@@ -41,6 +41,21 @@ DATA_SETS = {
     "citeseer": "CiteSeer",
     "pubmed_made_features": "PubMed\n(features made up)",
 }
+LOOPS = {
+    ("molecules", ""): "batches of molecules",
+    ("superpixels", ""): "batches of superpixels",
+    ("sampled", ""): "sampled neighbours",
+    ("small", ""): "a graph like Cora",
+    ("large", "arxiv"): "a graph like ogbn-arxiv",
+    ("large", "reddit"): "a graph like Reddit",
+}
+"""What is shown of the loops, each by loop and size."""
+WAYS_TO_TRAIN = {
+    "pyg_compile": "PyG, compiled",
+    "ours": "pyg_dfgnn",
+    "ours_compile": "pyg_dfgnn, compiled",
+    "ours_captured": "pyg_dfgnn, captured",
+}
 GRAPHS = {
     "a": "PATTERN batch",
     "e": "superpixel batch",
@@ -104,6 +119,31 @@ def host() -> str:
         return f"{min(times):.2g} to {max(times):.2g} ms"
 
     return f"The host takes {span('fused')} for an eager forward and backward of ours there, {span('pyg')} for PyG's."
+
+
+def loops() -> str:
+    """How many times faster than PyG's the training steps of the loops are: geometric mean, least and most."""
+    path = ROOT / "results" / "loops.csv"
+    if not path.exists():
+        return "Not measured yet: `python -m pyg_dfgnn.bench experiment=loops` writes `results/loops.csv`."
+    rows = {
+        (row["loop"], row["size"], row["model"], row["implementation"]): float(row["ms"])
+        for row in Table.read(path)
+        if row["status"] == "ok"
+    }
+    body = []
+    for (loop, size), title in LOOPS.items():
+        chosen = {key[1:]: ms for key, ms in rows.items() if key[0] == loop and size in ("", key[1])}
+        pyg = {(place, model): ms for (place, model, name), ms in chosen.items() if name == "pyg"}
+        cells = []
+        for way in WAYS_TO_TRAIN:
+            of_way = {(place, model): ms for (place, model, name), ms in chosen.items() if name == way}
+            factors = [ms / of_way[key] for key, ms in pyg.items() if key in of_way]
+            span = f"({min(factors):.2g} to {max(factors):.2g})" if factors else ""
+            cells.append(f"{geometric_mean(factors):.2g} {span}" if factors else "-")
+        if pyg:
+            body.append([title, f"{geometric_mean(pyg.values()):.3g}", *cells])
+    return markdown(["training step", "PyG, ms", *WAYS_TO_TRAIN.values()], body)
 
 
 def steps() -> str:
@@ -338,7 +378,10 @@ def _table2(model: str) -> Callable[[], str]:
 
 
 PUBLISHED: dict[str, Callable[[], str]] = {
-    **{make.__name__: make for make in (layers, host, steps, molecules, implementations, builds, peers, means, check)},
+    **{
+        make.__name__: make
+        for make in (layers, host, steps, loops, molecules, implementations, builds, peers, means, check)
+    },
     **{make.__name__: make for make in (segment, segment_peers, lanes, reorder)},
     **{make.__name__: make for make in (relational, messages, restated, message_steps, conv_steps)},
     **{model: _table2(model) for model in ATTENTION_STACKS},
