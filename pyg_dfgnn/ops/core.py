@@ -69,6 +69,8 @@ class Op:
         derive: Makes the function that computes a derived argument from its source, of (derived, problem).
         optional: Returns the flags of values that the forward pass of a problem leaves beyond those that it must, from
             (problem, graph, settings); with no graph, those that it may be asked to leave while torch.compile traces.
+        again: Returns, of (:class:`~pyg_dfgnn.ops.function.Call`, inputs by name, gradients of the outputs), the
+            gradient of each input that needs one by kernels that have derivatives, or None where none do.
     """
 
     statement: Statement
@@ -77,6 +79,7 @@ class Op:
     prepare: Callable[[Any, str, Any, Graph, frozenset[str]], PreparedPass]
     derive: Callable[[Derived, Any], Callable[[Tensor], Tensor]] | None = None
     optional: Callable[[Any, Graph | None, Settings], frozenset[str]] = lambda *_: frozenset()
+    again: Callable[..., Mapping[str, Tensor] | None] = lambda *_: None
 
     def __post_init__(self) -> None:
         ops[self.statement.name] = self

@@ -37,8 +37,8 @@ class Call(NamedTuple):
     exact: bool
 
 
-def _of_reference(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
-    """Return the gradients of :class:`Fused` by torch's operators."""
+def _again(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
+    """Return the gradients of :class:`Fused` by kernels that have derivatives, or by torch's operators."""
     prepared, graph, numbers, _, shared, _, _ = ctx.call
     (_, *needed), tensors = ctx.needs_input_grad, list(ctx.saved_tensors[: len(ctx.needs_input_grad) - 1])
     op, present = prepared.op, [tensor is not None for tensor in tensors]
@@ -52,6 +52,14 @@ def _of_reference(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
             present[place] = True
     given = op.gradient_names({"edge_grad", *({"shared"} if shared else ())}, present)
     needed = [is_needed and name in given for is_needed, name in zip(needed, op.statement.input_names, strict=True)]
+    if grads[0] is not None:
+        known = {}
+        for value, tensor, is_needed in zip(op.statement.inputs, tensors, needed, strict=True):
+            keeps = tensor is None or (is_needed and tensor.requires_grad)
+            known[value.name] = tensor if keeps else tensor.detach().requires_grad_(is_needed)
+        found = op.again(ctx.call, known, *grads[: prepared.num_outputs])
+        if found is not None:
+            return None, *map(found.get, op.statement.input_names)
     tell_of_torch(op.statement.name)
 
     def outputs(inputs: list[Any]) -> list[Tensor]:
@@ -93,7 +101,7 @@ class Fused(Function):
         return results
 
     @staticmethod
-    @differentiable(_of_reference)
+    @differentiable(_again)
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
         prepared, graph, numbers, concat, shared, _, exact = ctx.call
         if grads[0] is None:

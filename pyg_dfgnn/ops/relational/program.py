@@ -86,10 +86,7 @@ class Prepared:
             self.outputs, wanted = ["d_" + name for name in wrt], []
             whole = selected(whole, self.outputs)
         self.lowered: Lowered = lower(whole, self.outputs)
-        # Names that no program has whose gradients are these.
-        made = dict(whole.outputs)
-        renamed = tuple((f"{whole.name}.{name}", made["d_" + name]) for name in wrt)
-        self.gradients = remove_dead(Program(whole.name, whole.values, renamed))
+        self.gradients = _gradients_of(whole, wrt)
         read = self.gradients.inputs.keys() | {*self.lowered.saved}
         self.kept = [place for place, name in enumerate(program.inputs) if name in read]
         names = [self.inputs[place] for place in self.kept]
@@ -116,6 +113,44 @@ class Prepared:
         ]
         results = _run(self, rows, *tensors) if self.wrt else self.forward(rows, *tensors)[0]
         return dict(zip(self.outputs, results))
+
+
+def _gradients_of(whole: Program, wrt: Sequence[str]) -> Program:
+    """Return the part of a differentiated program that gives the gradients in `wrt`."""
+    made = dict(whole.outputs)
+    # Names that no program has whose gradients are these.
+    renamed = tuple((f"{whole.name}.{name}", made["d_" + name]) for name in wrt)
+    return remove_dead(Program(whole.name, whole.values, renamed))
+
+
+def gradients(
+    program: Program | Relational, graph: Graph, inputs: Mapping[str, Tensor], grads: Mapping[str, Tensor]
+) -> dict[str, Tensor] | None:
+    """Return the gradient of each input that needs one by generated kernels, as its derivatives are.
+
+    Args:
+        program: As for :func:`apply`.
+        graph: The graph.
+        inputs: As for :func:`apply`.
+        grads: The gradient of each output.
+
+    Returns:
+        Name -> gradient; None where no kernels run the program.
+    """
+    if graph.is_static or not graph.is_measured:
+        return None
+    rows, wrt = rows_of(graph), tuple(name for name, tensor in inputs.items() if tensor.requires_grad)
+    key = "gradients", id(program), wrt, tuple(tensor.shape for tensor in inputs.values())
+
+    def find() -> tuple[Any, Program]:
+        whole = _selected(program, {name: tensor for name, tensor in inputs.items() if name != SEED}, None)
+        return program, _gradients_of(ALL_PASSES.run(whole, rows.sizes, wrt), wrt)
+
+    own = rows.derived(key, find)[1]
+    every = {**inputs, **{"d_" + name: grad for name, grad in grads.items()}}
+    given = {name: every[name] for name in own.inputs}
+    run = _found(own, rows, given, None, ALL_PASSES).prepared
+    return dict(zip(wrt, run(rows, given).values())) if isinstance(run, Prepared) else None
 
 
 def _again(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
