@@ -55,6 +55,22 @@ class CFConv(MessagePassing):
         return x_j * weight
 
 
+class Radial(MessagePassing):
+    """Distances, and a map of functions of them, within the message."""
+
+    def __init__(self):
+        super().__init__(aggr="mean")
+        self.lin = nn.Linear(5, FEATURES)
+        self.register_buffer("centres", torch.linspace(0, 3, 5))
+
+    def forward(self, x, edge_index, pos):
+        return self.propagate(edge_index, x=x, pos=pos)
+
+    def message(self, x_j, pos_i, pos_j):
+        distance = ((pos_i - pos_j).square().sum(-1, keepdim=True) + 1e-2).sqrt()
+        return self.lin(torch.exp(-2 * (distance - self.centres) ** 2)) * x_j
+
+
 class SchNet(nn.Module):
     def __init__(self):
         super().__init__()
@@ -95,6 +111,7 @@ LAYERS = {
     ),
     "rgcn": (lambda: pyg.RGCNConv(FEATURES, CHANNELS, 3), {"edge_type": TYPES}),
     "rgat": (lambda: pyg.RGATConv(FEATURES, CHANNELS, 3, heads=2), {"edge_type": TYPES}),
+    "radial": (Radial, {"pos": (NODES, 3)}),
     "schnet": (SchNet, {"pos": (NODES, 3)}),
 }
 

@@ -148,6 +148,21 @@ def test_gradients_are_programs_too(function, names, graph):
             torch.testing.assert_close(got.double(), want, rtol=1e-4, atol=1e-5 * float(want.abs().max()))
 
 
+@relational
+def powers(x: S):
+    return sum_to(D, x**2 + x**1 + x**3)
+
+
+def test_powers_of_zero_stay_finite(graph):
+    x = torch.zeros(6, 8, requires_grad=True)
+    with emulated_device():
+        (found,) = apply(powers, rows_of(graph), {"x": x}).values()
+        for _ in range(4):
+            (found,) = torch.autograd.grad(found.sum(), x, create_graph=True)
+            assert found.isfinite().all()
+            found = found + x
+
+
 def test_refusal_is_reported_and_the_interpreter_runs(graph, monkeypatch):
     rows, inputs = rows_of(graph), {"x": torch.randn(6, 8), "xd": torch.randn(6, 8)}
     with emulated_device():
