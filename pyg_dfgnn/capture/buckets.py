@@ -6,7 +6,6 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
-from weakref import ref
 
 import torch
 from torch import Tensor, nn
@@ -21,7 +20,7 @@ from pyg_dfgnn.graph.facts import BY_SOURCE, FACTS, IN_DEGREE, OUT_DEGREE
 from pyg_dfgnn.graph.forms import INDEX_DTYPES
 from pyg_dfgnn.nn.gate import FusedConv
 from pyg_dfgnn.nn.visits import refilled
-from pyg_dfgnn.ops.eager import once_differentiable
+from pyg_dfgnn.ops.eager import differentiable, differentiated
 from pyg_dfgnn.ops.graph import refill, reports
 
 IGNORED = -100
@@ -93,6 +92,25 @@ class MaskedBatchNorm(nn.BatchNorm1d):
         return out
 
 
+def _again(ctx: Any, grad: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
+    """Return the gradients by torch's operators."""
+    mask = ctx.mask
+
+    def outputs(inputs: list[Any]) -> list[Tensor]:
+        x, weight, bias = inputs
+        centred = x.to(mask.inverse.dtype).masked_fill(mask.is_padding, 0.0)
+        centred = (centred - centred.sum(0) * mask.inverse).masked_fill(mask.is_padding, 0.0)
+        out = centred * (centred.square().sum(0) * mask.inverse + ctx.eps).rsqrt()
+        out = out if weight is None else out * weight
+        out = out if bias is None else out + bias
+        return [out.masked_fill(mask.is_padding, 0.0).to(grad.dtype)]
+
+    x, weight = ctx.saved_tensors[:2]
+    # The gradients are the same for any.
+    bias = weight if ctx.needs_input_grad[2] else None
+    return *differentiated(outputs, (x, weight, bias), ctx.needs_input_grad[:3], [grad]), None, None
+
+
 class _Normalize(torch.autograd.Function):
     """Masked batch norm by torch's kernels of a synchronised one, since a step has many norms on little data.
 
@@ -112,18 +130,17 @@ class _Normalize(torch.autograd.Function):
         variance = variance.mul_(len(x) * mask.inverse)
         invstd = (variance + eps).rsqrt_()
         out = kernels.batch_norm_elemt(filled, weight, bias, mean, invstd, eps)
-        ctx.save_for_backward(filled, weight, mean, invstd)
-        ctx.mask = mask
-        # What a second derivative would be by.
-        ctx.cast_from, ctx.layers = ref(x if x._base is None else x._base), (weight,)
+        ctx.save_for_backward(x, weight, mean, invstd)
+        ctx.mask, ctx.eps = mask, eps
         ctx.mark_non_differentiable(mean, variance)
         return out.to(x.dtype), mean, variance
 
     @staticmethod
-    @once_differentiable
+    @differentiable(_again)
     def backward(ctx: Any, grad: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
-        filled, weight, mean, invstd = ctx.saved_tensors
-        mask, needed, kernels = ctx.mask, ctx.needs_input_grad, batch_norm_kernels(filled)
+        x, weight, mean, invstd = ctx.saved_tensors
+        mask, needed, kernels = ctx.mask, ctx.needs_input_grad, batch_norm_kernels(x)
+        filled = torch.where(mask.is_padding, mean, x.to(mean.dtype).contiguous())
         grad_out = grad.to(filled.dtype).masked_fill(mask.is_padding, 0.0).contiguous()
         inputs = grad_out, filled, mean, invstd, weight
         *sums, grad_weight, grad_bias = kernels.batch_norm_backward_reduce(*inputs, *needed[:3])

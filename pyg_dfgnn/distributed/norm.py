@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from pyg_dfgnn.errors import check_shape
-from pyg_dfgnn.ops.eager import once_differentiable
+from pyg_dfgnn.ops.eager import differentiable, differentiated
 
 # torch 2.13 renames the function.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -38,6 +38,38 @@ class SyncBatchNorm(nn.BatchNorm1d):
         return _Normalize.apply(x.contiguous(), self.weight, self.bias, *running, self.eps)
 
 
+class _Total(torch.autograd.Function):
+    """The sum of a tensor over all processes, whose gradient is one too."""
+
+    @staticmethod
+    def forward(ctx: Any, part: Tensor) -> Tensor:
+        total = part.clone()
+        dist.all_reduce(total)
+        return total
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        return _Total.apply(grad.contiguous())
+
+
+def _again(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    """Return the gradients by operators that can be differentiated."""
+    x, weight, _, _, counts = ctx.saved_tensors
+    count = counts.sum()
+
+    def outputs(inputs: list[Any]) -> list[Tensor]:
+        x, weight, bias = inputs
+        rows = x.to(torch.promote_types(x.dtype, torch.float32))
+        centred = rows - _Total.apply(rows.sum(0)) / count
+        out = centred * (_Total.apply(centred.square().sum(0)) / count + ctx.eps).rsqrt()
+        out = out if weight is None else out * weight
+        return [(out if bias is None else out + bias).to(grad.dtype)]
+
+    # The gradients are the same for any bias.
+    bias, needed = weight if ctx.needs_input_grad[2] else None, ctx.needs_input_grad[:3]
+    return *differentiated(outputs, (x, weight, bias), needed, [grad]), None, None, None, None
+
+
 class _Normalize(torch.autograd.Function):
     """Batch norm with one collective each way: statistics forward, two sums of the gradient backward."""
 
@@ -64,10 +96,11 @@ class _Normalize(torch.autograd.Function):
             parts, means, invstds, running_mean, running_var, momentum, eps, counts.view(-1)
         )
         ctx.save_for_backward(x, weight, mean, invstd, counts.int())
+        ctx.eps = eps
         return kernels.batch_norm_elemt(x, weight, bias, mean, invstd, eps) if rows else torch.empty_like(x)
 
     @staticmethod
-    @once_differentiable
+    @differentiable(_again)
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, weight, mean, invstd, counts = ctx.saved_tensors
         kernels, needed, grad = batch_norm_kernels(x), ctx.needs_input_grad, grad.contiguous()

@@ -62,6 +62,11 @@ def _larger(emit: Emit, x: int, y: int) -> int:
     return emit("add", emit("greater", x, y), emit("mul", emit("eq", x, y), 0.5))
 
 
+def _pow_slope(emit: Emit, x: int, exponent: float) -> float | int:
+    # No negative power of a 0 where the slope is a constant, as that of a slope may be.
+    return exponent if exponent in (0.0, 1.0) else emit("mul", emit("pow", x, attrs=(exponent - 1.0,)), exponent)
+
+
 POINTWISE: dict[str, Pointwise] = {
     "add": Pointwise(torch.add, (lambda e, a, k, y: 1.0, lambda e, a, k, y: 1.0)),
     "sub": Pointwise(torch.sub, (lambda e, a, k, y: 1.0, lambda e, a, k, y: -1.0)),
@@ -90,7 +95,7 @@ POINTWISE: dict[str, Pointwise] = {
     "exp": _one(torch.exp, lambda e, x, k, y: y),
     "log": _one(torch.log, lambda e, x, k, y: e("div", 1.0, x)),
     "sqrt": _one(torch.sqrt, lambda e, x, k, y: e("div", 0.5, y)),
-    "pow": _one(torch.pow, lambda e, x, k, y: e("mul", e("pow", x, attrs=(k[0] - 1,)), float(k[0])), 1),
+    "pow": _one(torch.pow, lambda e, x, k, y: _pow_slope(e, x, float(k[0])), 1),
     "sin": _one(torch.sin, lambda e, x, k, y: e("cos", x)),
     "cos": _one(torch.cos, lambda e, x, k, y: e("neg", e("sin", x))),
     "erf": _one(torch.erf, lambda e, x, k, y: e("mul", e("exp", e("neg", e("mul", x, x))), 2 / sqrt(pi))),

@@ -31,6 +31,7 @@ from pyg_dfgnn.ops.function import (
     run_program,
     run_traced,
     runner_of,
+    wide,
 )
 from pyg_dfgnn.ops.graph import may_be_unmeasured, may_run_again, unmeasured_graph
 from pyg_dfgnn.ops.prepared import PreparedOp, PreparedPass, plans_of, present_of, recall, remember
@@ -68,6 +69,8 @@ class Op:
         derive: Makes the function that computes a derived argument from its source, of (derived, problem).
         optional: Returns the flags of values that the forward pass of a problem leaves beyond those that it must, from
             (problem, graph, settings); with no graph, those that it may be asked to leave while torch.compile traces.
+        again: Returns, of (:class:`~pyg_dfgnn.ops.function.Call`, inputs by name, gradients of the outputs), the
+            gradient of each input that needs one by kernels that have derivatives, or None where none do.
     """
 
     statement: Statement
@@ -76,6 +79,7 @@ class Op:
     prepare: Callable[[Any, str, Any, Graph, frozenset[str]], PreparedPass]
     derive: Callable[[Derived, Any], Callable[[Tensor], Tensor]] | None = None
     optional: Callable[[Any, Graph | None, Settings], frozenset[str]] = lambda *_: frozenset()
+    again: Callable[..., Mapping[str, Tensor] | None] = lambda *_: None
 
     def __post_init__(self) -> None:
         ops[self.statement.name] = self
@@ -151,7 +155,7 @@ class Op:
             graph, tensors, known = self._first_call(graph, tensors, numbers, heads, shared, signature)
             if known is None:
                 graph = graph if isinstance(graph, Graph) else Graph.resolve(*graph.key)
-                out, edge_value = self.reference(graph, tensors, numbers, heads, shared)
+                out, edge_value = self.in_torch(graph, tensors, numbers, heads, shared)
                 out = out.flatten(1) if concat else out
                 return (out, edge_value) if with_edge_value else out
         elif known.casts:
@@ -187,7 +191,7 @@ class Op:
         self, graph: Graph, numbers: tuple[float, ...], heads: int, shared: bool
     ) -> Callable[[Sequence[Tensor | None]], Tensor]:
         """Return the value per edge in plain torch as a function of the inputs."""
-        return lambda tensors: self.reference(graph, tensors, numbers, heads, shared)[1]
+        return lambda tensors: self.in_torch(graph, tensors, numbers, heads, shared)[1]
 
     # First calls ----------------------------------------------------------------------------------------------------
 
@@ -456,6 +460,20 @@ class Op:
     # Other ways to run an op ----------------------------------------------------------------------------------------
 
     def reference(
+        self,
+        name: str,
+        anchors: Sequence[Tensor],
+        sizes: Sequence[int],
+        inputs: Sequence[Tensor | None],
+        numbers: Sequence[float],
+    ) -> Sequence[Tensor]:
+        """Return the outputs of a traced program in plain torch, differentiable."""
+        program = _known_program(name)
+        graph = Graph.resolve(anchors[0], sizes[0], sizes[1], program.loops, program.transposed)
+        out, _ = self.in_torch(graph, wide(inputs), numbers, program.heads, "shared" in program.flags)
+        return (out,) if isinstance(out, Tensor) else out
+
+    def in_torch(
         self, graph: Graph, tensors: Sequence[Tensor | None], numbers: Sequence[float], heads: int | None, shared: bool
     ) -> tuple[Any, Tensor]:
         """Return the output, or a tuple of several, and the value per edge in plain torch, differentiable."""

@@ -1,5 +1,6 @@
 """Calls that launch their kernels at once: when that is allowed, and autograd at the least cost."""
 
+import logging
 from collections.abc import Callable, Iterable, Sequence
 from functools import wraps
 from typing import Any
@@ -9,6 +10,9 @@ from torch import Tensor
 from torch.autograd import Function, forward_ad, function
 from torch.utils._device import DeviceContext
 
+from pyg_dfgnn.settings import current
+
+_logger = logging.getLogger("pyg_dfgnn")
 PLAIN = (Tensor, torch.nn.Parameter)
 """Types of tensors whose operators nothing overrides."""
 _is_wrapped = torch._C._functorch.is_functorch_wrapped_tensor
@@ -57,39 +61,20 @@ def apply_of(kind: type[Function]) -> Callable[..., Any]:
     return super(Function, kind).apply  # type: ignore[misc]
 
 
-_NO_SECOND = (
-    "a fused kernel has no second derivative (its backward is marked with @once_differentiable): use PyG's class where "
-    "gradients are differentiated"
-)
-
-
-class _Final(Function):
-    """Passes gradients on that were computed from other tensors, and refuses a derivative of them by these."""
-
-    @staticmethod
-    def forward(ctx: Any, count: int, *tensors: Any) -> Any:
-        ctx.set_materialize_grads(False)
-        return tensors[:count]
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor | None) -> Any:
-        raise RuntimeError(_NO_SECOND)
-
-
 class _Unpacked:
-    """A context whose saved tensors are unpacked once, as hooks of saved tensors may want it, and stay."""
+    """A context with saved tensors that are unpacked once, as hooks of saved tensors may want it, and stay.
 
-    def __init__(self, ctx: Any) -> None:
-        self.__dict__.update(_ctx=ctx, saved_tensors=ctx.saved_tensors)
+    What is set here does not reach the context, which a later backward pass finds as it was.
+    """
+
+    def __init__(self, ctx: Any, saved_tensors: Sequence[Any]) -> None:
+        self._ctx, self.saved_tensors = ctx, saved_tensors
 
     def maybe_clear_saved_tensors(self) -> None:
         """Keep them: they are read again."""
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._ctx, name)
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        setattr(self._ctx, name, value)
 
 
 def is_for_torch(grads: Iterable[Tensor | None]) -> bool:
@@ -120,7 +105,7 @@ _MAX_LEVEL = 63
 
 def _one_by_one(backward: Callable[..., Any], ctx: Any, grads: Sequence[Tensor | None]) -> tuple[Any, ...]:
     """Return the gradients for each of a batch of output gradients."""
-    ctx = _Unpacked(ctx)
+    ctx = _Unpacked(ctx, ctx.saved_tensors)
     example: Any = next(grad for grad in grads if is_batched(grad))
     # The threads of autograd are not told the level. A tensor seems empty at a level that it is not batched at.
     levels = range(_MAX_LEVEL, 0, -1)
@@ -138,40 +123,109 @@ def _one_by_one(backward: Callable[..., Any], ctx: Any, grads: Sequence[Tensor |
     )
 
 
-def once_differentiable(backward: Callable[..., Any]) -> Callable[..., Any]:
-    """Refuse second derivatives, as torch's decorator of this name does, at no cost where none is asked for.
+def differentiated(
+    compute: Callable[[list[Any]], Sequence[Any]],
+    tensors: Sequence[Tensor | None],
+    needed: Sequence[bool],
+    grads: Sequence[Tensor | None],
+) -> tuple[Tensor | None, ...]:
+    """Return gradients by torch's operators, which can be differentiated where gradients are recorded.
 
-    With torch's decorator gradients seem constant where the gradients of the outputs are constant, and autograd.grad
-    goes around its error. Here gradients depend on all that is saved, and on the tensors in ``ctx.layers``. The tensor
-    that an input was cast from is not kept alive for this: ``ctx.cast_from`` is a weak reference, and where nothing
-    else refers to the tensor, gradients with a graph of their own are refused.
+    Args:
+        compute: Returns tensors, or None, of a list of tensors.
+        tensors: What it is called with.
+        needed: Of which of these the gradient is returned; None is for each other one.
+        grads: The gradients of the results.
     """
-    guarded = function.once_differentiable(backward)
+    again = torch.is_grad_enabled()
+    with torch.enable_grad():
+        inputs: list[Any] = [tensor if tensor is None else tensor.detach() for tensor in tensors]
+        for place, tensor in enumerate(tensors):
+            if tensor is not None and needed[place]:
+                # A view, so that the gradient of one tensor leaves out what another is computed from it.
+                keeps = again and tensor.requires_grad
+                inputs[place] = tensor.view_as(tensor) if keeps else inputs[place].requires_grad_()
+        results = zip(compute(inputs), grads, strict=True)
+        pairs = [(x, g) for x, g in results if x is not None and g is not None and x.requires_grad]
+    if not pairs:
+        return (None,) * len(tensors)
+    outputs, given = zip(*pairs)
+    places = [place for place, x in enumerate(inputs) if x is not None and needed[place]]
+    wanted = [inputs[place] for place in places]
+    found = torch.autograd.grad(outputs, wanted, given, create_graph=again, allow_unused=True)
+    by_place = dict(zip(places, found, strict=True))
+    return tuple(map(by_place.get, range(len(tensors))))
 
-    @wraps(backward)
-    def run(ctx: Any, *grads: Any) -> Any:
-        if not torch.is_grad_enabled():
+
+_told: set[str] = set()
+
+
+def tell_of_torch(name: str) -> None:
+    """Log, once for each op, that torch's operators compute gradients because these are differentiated again."""
+    if name not in _told and current().fallback != "silent":
+        _told.add(name)
+        _logger.warning("torch's operators compute gradients of %s, which are differentiated again", name)
+
+
+class _Gradients(Function):
+    """What a backward pass computes of the gradients of outputs and of saved tensors, as a function of all of these."""
+
+    @staticmethod
+    def forward(ctx: Any, node: Any, backward: Any, again: Any, count: int, *tensors: Any) -> Any:
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(*tensors)
+        ctx.call = node, again, count
+        return backward(_Unpacked(node, tensors[count:]), *tensors[:count])
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> Any:
+        return _second(ctx, *grads)
+
+
+def differentiable(again: Callable[..., Any] | None = None) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Return the decorator of a `backward` whose gradients may be differentiated, at no cost where none is.
+
+    Args:
+        again: What gives the gradients by differentiable operators, and runs in place of `backward` when their gradient
+            is asked for; `backward` itself if it consists of such. Both may read the saved tensors that are inputs of
+            the forward pass, and no other that depends on an input.
+    """
+
+    def decorate(backward: Callable[..., Any]) -> Callable[..., Any]:
+        guarded = function.once_differentiable(backward)
+
+        @wraps(backward)
+        def run(ctx: Any, *grads: Any) -> Any:
+            is_last = not torch.is_grad_enabled()
+            if not is_last and torch.compiler.is_compiling():
+                return guarded(ctx, *grads)
             try:
-                return backward(ctx, *grads)
+                if is_last:
+                    return backward(ctx, *grads)
+                given = (*grads, *ctx.saved_tensors)
+                return _Gradients.apply(ctx, backward, again or backward, len(grads), *given)  # type: ignore[no-untyped-call]
             except RuntimeError:
                 # A check before would cost every call.
-                if not any(map(is_batched, grads)):
+                if all(grad is None or (is_plain(grad) and not is_batched(grad)) for grad in grads):
                     raise
-            return _one_by_one(run, ctx, grads)
-        if torch.compiler.is_compiling():
-            return guarded(ctx, *grads)
-        cast_from = getattr(ctx, "cast_from", None)
-        origin = None if cast_from is None else cast_from()
-        if cast_from is not None and origin is None:
-            raise RuntimeError(_NO_SECOND)
-        unpacked = _Unpacked(ctx)
-        with torch.no_grad():
-            computed = backward(unpacked, *grads)
-        sources = [*grads, origin, *unpacked.saved_tensors, *getattr(ctx, "layers", ())]
-        sources = [source for source in sources if isinstance(source, Tensor) and source.requires_grad]
-        places = [place for place, grad in enumerate(computed) if isinstance(grad, Tensor)]
-        tensors = [computed[place] for place in places]
-        final = dict(zip(places, _Final.apply(len(places), *tensors, *sources), strict=True))  # type: ignore[no-untyped-call]
-        return tuple(final.get(place, grad) for place, grad in enumerate(computed))
+            if any(map(is_batched, grads)):
+                return _one_by_one(run, ctx, grads)
+            # Wrappers of torch.func, which operators take and kernels do not.
+            return (again or backward)(ctx, *grads)
 
-    return run
+        return run
+
+    return decorate
+
+
+@differentiable()
+def _second(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
+    node, again, count = ctx.call
+    tensors = ctx.saved_tensors
+
+    def gradients(inputs: list[Any]) -> Sequence[Any]:
+        results: Sequence[Any] = again(_Unpacked(node, inputs[count:]), *inputs[:count])
+        return results
+
+    needed = [tensor is not None and tensor.requires_grad for tensor in tensors]
+    return *(None,) * 4, *differentiated(gradients, tensors, needed, grads)

@@ -11,7 +11,8 @@ from torch import Tensor
 from torch.autograd import Function
 
 from pyg_dfgnn.graph import Graph
-from pyg_dfgnn.ops.eager import apply_of, once_differentiable
+from pyg_dfgnn.ops.compile import count_of
+from pyg_dfgnn.ops.eager import apply_of, differentiable, differentiated, tell_of_torch
 
 
 class Call(NamedTuple):
@@ -34,6 +35,44 @@ class Call(NamedTuple):
     shared: bool
     returns_kept: bool
     exact: bool
+
+
+def _again(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
+    """Return the gradients of :class:`Fused` by kernels that have derivatives, or by torch's operators."""
+    prepared, graph, numbers, _, shared, _, _ = ctx.call
+    (_, *needed), tensors = ctx.needs_input_grad, list(ctx.saved_tensors[: len(ctx.needs_input_grad) - 1])
+    op, present = prepared.op, [tensor is not None for tensor in tensors]
+    for place, value in enumerate(op.statement.inputs):
+        if not present[place] and value.name in prepared.present:
+            # Backward does not read it: gradients are the same for any numbers.
+            shape = [prepared.channels if size == "C" else size for size in value.shape]
+            tensors[place] = torch.zeros(
+                count_of(graph, value.domain), *shape, dtype=prepared.problem.dtype, device=prepared.device
+            )
+            present[place] = True
+    given = op.gradient_names({"edge_grad", *({"shared"} if shared else ())}, present)
+    needed = [is_needed and name in given for is_needed, name in zip(needed, op.statement.input_names, strict=True)]
+    if grads[0] is not None:
+        known = {}
+        for value, tensor, is_needed in zip(op.statement.inputs, tensors, needed, strict=True):
+            keeps = tensor is None or (is_needed and tensor.requires_grad)
+            known[value.name] = tensor if keeps else tensor.detach().requires_grad_(is_needed)
+        found = op.again(ctx.call, known, *grads[: prepared.num_outputs])
+        if found is not None:
+            return None, *map(found.get, op.statement.input_names)
+    tell_of_torch(op.statement.name)
+
+    def outputs(inputs: list[Any]) -> list[Tensor]:
+        results = op.in_torch(graph, wide(inputs), numbers, prepared.heads, shared)[0]
+        results = (results,) if isinstance(results, Tensor) else results
+        return [x if g is None else x.to(g.dtype).reshape(g.shape) for x, g in zip(results, grads, strict=False)]
+
+    return None, *differentiated(outputs, tensors, needed, grads[: prepared.num_outputs])
+
+
+def wide(tensors: Sequence[Any]) -> list[Any]:
+    """Return floats of 16 bits as float32, and all else as it is."""
+    return [t.float() if t is not None and t.is_floating_point() and t.dtype.itemsize == 2 else t for t in tensors]
 
 
 class Fused(Function):
@@ -62,7 +101,7 @@ class Fused(Function):
         return results
 
     @staticmethod
-    @once_differentiable
+    @differentiable(_again)
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
         prepared, graph, numbers, concat, shared, _, exact = ctx.call
         if grads[0] is None:
@@ -105,21 +144,11 @@ class EdgeValue(Function):
         return run()
 
     @staticmethod
-    @once_differentiable
+    @differentiable()
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
         needed = ctx.needs_input_grad[2:]
-        with torch.enable_grad():
-            leaves: list[Any] = [
-                None if tensor is None else tensor.detach().requires_grad_(need)
-                for tensor, need in zip(ctx.saved_tensors, needed, strict=True)
-            ]
-            wide: list[Any] = [
-                leaf.float() if leaf is not None and leaf.is_floating_point() else leaf for leaf in leaves
-            ]
-            edge_value = ctx.reference(wide)
-        wanted = [leaf for leaf, need in zip(leaves, needed, strict=True) if need]
-        grads = iter(torch.autograd.grad(edge_value, wanted, grad, allow_unused=True))
-        return None, None, *(next(grads) if need else None for need in needed)
+        gradients = differentiated(lambda inputs: [ctx.reference(wide(inputs))], ctx.saved_tensors, needed, [grad])
+        return None, None, *gradients
 
 
 # Tracing ------------------------------------------------------------------------------------------------------------
@@ -197,6 +226,16 @@ class Runner(Protocol):
             needed: Which inputs need a gradient.
         """
 
+    def reference(
+        self,
+        name: str,
+        anchors: Sequence[Tensor],
+        sizes: Sequence[int],
+        inputs: Sequence[Tensor | None],
+        numbers: Sequence[float],
+    ) -> Sequence[Tensor]:
+        """Return the outputs of a forward program by torch's operators."""
+
 
 ops: dict[str, Runner] = {}
 """What runs a program, by the start of its name."""
@@ -237,6 +276,23 @@ def _backward_of(name: str, present: tuple[bool, ...], needed: tuple[bool, ...])
     return program, tuple(places)
 
 
+def _of_runner(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
+    """Return the gradients of :class:`Traced` by torch's operators."""
+    name, num_anchors, sizes, numbers, present, _, num_outputs = ctx.layout
+    anchors, waiting = list(ctx.saved_tensors[:num_anchors]), iter(ctx.saved_tensors[num_anchors:])
+    tensors = [next(waiting) if is_there else None for is_there in present]
+    before, runner = 4 + num_anchors + len(sizes) + len(numbers), runner_of(name)
+    _, places = _backward_of(name, tuple(present), tuple(ctx.needs_input_grad[before:]))
+    needed = [is_needed and place in places for place, is_needed in enumerate(ctx.needs_input_grad[before:])]
+    tell_of_torch(name)
+
+    def outputs(inputs: list[Any]) -> list[Tensor]:
+        results = runner.reference(name, anchors, sizes, inputs, numbers)
+        return [x.to(g.dtype).reshape(g.shape) for x, g in zip(results, grads, strict=False)]
+
+    return *(None,) * before, *differentiated(outputs, tensors, needed, grads[:num_outputs])
+
+
 class Traced(Function):
     """A program through the registered operator, for tracing: (its name, the numbers of anchors, sizes and numbers,
     all of these, inputs) to the outputs and what is kept.
@@ -257,7 +313,7 @@ class Traced(Function):
         return *outs, *kept
 
     @staticmethod
-    @once_differentiable
+    @differentiable(_of_runner)
     def backward(ctx: Any, *grads_out: Tensor) -> tuple[Any, ...]:
         name, num_anchors, sizes, numbers, present, reads_outputs, num_outputs = ctx.layout
         anchors, saved = list(ctx.saved_tensors[:num_anchors]), ctx.saved_tensors[num_anchors:]

@@ -7,10 +7,20 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.nn.functional import gelu, linear
 
-from pyg_dfgnn.ops.eager import apply_of, once_differentiable
+from pyg_dfgnn.ops.eager import apply_of, differentiable, differentiated
 
 _DOT_ELEMENTS = 1 << 30
 """Elements of one dot product, which cuBLAS counts in 32 bits."""
+
+
+def _again(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    """Return the gradients by differentiable operators."""
+
+    def outputs(inputs: list[Any]) -> list[Tensor]:
+        h, weight, bias, skip, x = inputs
+        return [torch.lerp(x, linear(gelu(h), weight, bias), skip.sigmoid())]
+
+    return differentiated(outputs, ctx.saved_tensors, ctx.needs_input_grad, [grad])
 
 
 class _GatedResidual(Function):
@@ -23,7 +33,7 @@ class _GatedResidual(Function):
         return torch.lerp(x, mapped, skip.sigmoid(), out=mapped)
 
     @staticmethod
-    @once_differentiable
+    @differentiable(_again)
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         h, weight, bias, skip, x = ctx.saved_tensors
         needs_h, needs_weight, needs_bias, needs_skip, needs_x = ctx.needs_input_grad

@@ -4,7 +4,6 @@ The groups of rows are the graph of an index or of offsets, whose sources are th
 """
 
 from typing import Any
-from weakref import ref
 
 import torch
 from torch import Tensor
@@ -12,7 +11,7 @@ from torch.autograd import Function
 
 from pyg_dfgnn.graph import Graph
 from pyg_dfgnn.ops.core import Edges
-from pyg_dfgnn.ops.eager import once_differentiable
+from pyg_dfgnn.ops.eager import differentiable
 from pyg_dfgnn.ops.segment import aggregate, of_degrees
 
 
@@ -26,24 +25,35 @@ def _at_rows(graph: Graph, values: Tensor) -> Tensor:
     return values.index_select(0, graph.csc.col)
 
 
-class _Softmax(Function):
+def _total(graph: Graph, powers: Tensor) -> Tensor:
+    return aggregate(graph, powers, "sum") + 1e-16
+
+
+def _of_powers(graph: Graph, grad: Tensor, powers: Tensor, total: Tensor) -> Tensor:
+    # Float32, in which the difference of two gradients keeps its digits.
+    inner = aggregate(graph, powers.float() * grad, "sum") / total
+    return ((grad - _at_rows(graph, inner)) / _at_rows(graph, total)).to(powers.dtype)
+
+
+def _again(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+    powers, _ = ctx.saved_tensors
+    return None, _of_powers(ctx.graph, grad, powers, _total(ctx.graph, powers))
+
+
+class _Shares(Function):
+    """(graph, powers) to their shares of the sum of their group."""
+
     @staticmethod
-    def forward(ctx: Any, graph: Graph, x: Tensor) -> Tensor:
-        powers = (x - _at_rows(graph, aggregate(graph, x, "max"))).exp()
-        total = aggregate(graph, powers, "sum") + 1e-16
-        # The user's tensor lives longer than a view of it.
-        ctx.graph, ctx.dtype, ctx.cast_from = graph, x.dtype, ref(x if x._base is None else x._base)
+    def forward(ctx: Any, graph: Graph, powers: Tensor) -> Tensor:
+        total = _total(graph, powers)
+        ctx.graph = graph
         ctx.save_for_backward(powers, total)
         return powers / _at_rows(graph, total)
 
     @staticmethod
-    @once_differentiable
+    @differentiable(_again)
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
-        powers, total = ctx.saved_tensors
-        # Float32, in which the difference of two gradients keeps its digits.
-        out = powers.float() / _at_rows(ctx.graph, total)
-        inner = aggregate(ctx.graph, out * grad, "sum")
-        return None, (out * (grad - _at_rows(ctx.graph, inner))).to(ctx.dtype)
+        return None, _of_powers(ctx.graph, grad, *ctx.saved_tensors)
 
 
 def softmax(graph: Graph, x: Tensor) -> Tensor:
@@ -60,7 +70,8 @@ def softmax(graph: Graph, x: Tensor) -> Tensor:
     Returns:
         Shape [E, F].
     """
-    return _Softmax.apply(graph, x)  # type: ignore[no-any-return, no-untyped-call]
+    powers = (x - _at_rows(graph, aggregate(graph, x.detach(), "max"))).exp()
+    return _Shares.apply(graph, powers)  # type: ignore[no-any-return, no-untyped-call]
 
 
 class _SegmentExtreme(Function):
@@ -72,7 +83,7 @@ class _SegmentExtreme(Function):
         return _without_infinities(out)
 
     @staticmethod
-    @once_differentiable
+    @differentiable()
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
         x, out = ctx.saved_tensors
         ties = (x == _at_rows(ctx.graph, out)).logical_or_(x.isnan())

@@ -7,6 +7,7 @@ All functions run on CPU tensors and in float64 through the reference implementa
 """
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial, reduce
 from types import SimpleNamespace
 from typing import Any
 
@@ -17,9 +18,11 @@ from pyg_dfgnn.dispatch.segment import FAMILY, CusparsePlan, SegmentProblem, max
 from pyg_dfgnn.errors import check_bool, check_choice
 from pyg_dfgnn.graph import EdgeSet, Graph
 from pyg_dfgnn.graph.adjacency import outside_capture
+from pyg_dfgnn.ir.segment import SUM_OF
 from pyg_dfgnn.ops.core import Edges, Op, check_graph
-from pyg_dfgnn.ops.function import makers
+from pyg_dfgnn.ops.function import Call, makers
 from pyg_dfgnn.ops.prepared import PreparedPass
+from pyg_dfgnn.ops.relational.program import gradients
 from pyg_dfgnn.ops.traversal import NodeKernel, NodeLaunch, TraversalLaunch
 from pyg_dfgnn.runtime.cusparse import SpMM
 from pyg_dfgnn.settings import Settings
@@ -104,7 +107,36 @@ def _op_of(message: str, stats: tuple[str, ...], self_loops: bool) -> Op:
     def optional(problem: SegmentProblem, graph: Graph | None, settings: Settings) -> frozenset[str]:
         return frozenset({"args"}) if set(stats) - set(SUMS) else frozenset()
 
-    return Op(statement_of(MESSAGES[message], stats, self_loops), FAMILY, problem, prepare, optional=optional)
+    again = partial(_again, message, stats, self_loops)
+    return Op(
+        statement_of(MESSAGES[message], stats, self_loops), FAMILY, problem, prepare, optional=optional, again=again
+    )
+
+
+def _again(
+    message: str, stats: tuple[str, ...], self_loops: bool, call: Call, inputs: Mapping[str, Any], grad: Tensor
+) -> dict[str, Tensor] | None:
+    """Return the gradients of sums and means by programs, or None (:attr:`Op.again`)."""
+    source_scale, target_scale, inverse_degree = map(inputs.get, ("source_scale", "target_scale", "inverse_degree"))
+    if not set(stats) <= set(SUMS) or (source_scale is not None and message not in ("copy", "weight")):
+        return None
+    program = SUM_OF[message]
+    given = {name: tensor.float() for name in program.domains if (tensor := inputs[name]) is not None}
+    if source_scale is not None:
+        given["value"] = given["value"] * source_scale.unsqueeze(1)
+    if message == "weight":
+        given["edge"] = given["edge"].unsqueeze(1)
+    parts = [grad] if len(stats) == 1 else grad.unbind(1)
+    factors = [1.0 if inverse_degree is None or stat == "sum" else inverse_degree.unsqueeze(1) for stat in stats]
+    total = reduce(torch.add, [part * factor for part, factor in zip(parts, factors, strict=True)]).float()
+    total = total if target_scale is None else total * target_scale.unsqueeze(1)
+    found = gradients(program, call.graph, given, {"out": total})
+    if found is None:
+        return None
+    if "value" in found:
+        value = found["value"] + total if self_loops else found["value"]
+        found["value"] = value if source_scale is None else value * source_scale.unsqueeze(1)
+    return {name: found[name].view(inputs[name].shape).to(inputs[name].dtype) for name in found}
 
 
 def aggregate(

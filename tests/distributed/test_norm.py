@@ -53,6 +53,14 @@ def compare(shares):
         assert found.state_dict().keys() == expected.state_dict().keys()
         for left, right in zip(found.buffers(), expected.buffers()):
             torch.testing.assert_close(left, right, rtol=1e-12, atol=1e-12)
+        whole, part = x.clone().requires_grad_(), x[own].clone().requires_grad_()
+        for norm, leaf, given in ((expected, whole, grad), (found, part, grad[own])):
+            norm.zero_grad()
+            (first,) = torch.autograd.grad(norm(leaf), leaf, given, create_graph=True)
+            first.square().sum().backward()
+        torch.testing.assert_close(part.grad, whole.grad[own], rtol=1e-7, atol=1e-7)
+        if found.affine:
+            torch.testing.assert_close(group.sum(found.weight.grad), expected.weight.grad, rtol=1e-7, atol=1e-7)
         if found.track_running_stats:
             assert torch.allclose(found.eval()(x), expected.eval()(x))
     with pytest.raises(ValueError, match=r"'x' needs shape \[N, num_features=5\] \(got \[3, 4\]\)"):

@@ -411,12 +411,19 @@ def test_transforms_are_left_to_torch(name, monkeypatch):
     assert (f"{name}Aggregation", "torch traces or transforms the call") in reported
 
 
-def test_second_derivatives_are_refused():
-    x, index = torch.randn(4, 3, requires_grad=True), torch.tensor([1, 1, 0, 3])
-    with emulated_device():
-        (grad,) = torch.autograd.grad(make("Softmax")(x, index).sum(), x, create_graph=True)
-        with pytest.raises(RuntimeError, match="no second derivative"):
-            grad.sum().backward()
+@pytest.mark.parametrize("name", [*STATISTICS, "Softmax"])
+def test_second_derivatives(name):
+    drawn, index = torch.randn(9, 3), torch.tensor([1, 1, 0, 3, 0, 0, 4, 4, 1])
+    results = []
+    for library, dtype in ((ours, torch.float32), (aggr, torch.float64)):
+        x = drawn.to(dtype).requires_grad_()
+        with emulated_device() as launched:
+            out = make(name, library)(x, index, dim_size=6)
+            (grad,) = torch.autograd.grad(out.sin().sum(), x, create_graph=True)
+            (second,) = torch.autograd.grad(grad.square().sum(), x)
+        assert bool(launched) is (library is ours)
+        results.append([grad.detach().double(), second.double()])
+    torch.testing.assert_close(*results, rtol=1e-4, atol=1e-5)
 
 
 # Graphs ---------------------------------------------------------------------------------------------------------------

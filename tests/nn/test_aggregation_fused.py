@@ -547,11 +547,3 @@ def test_hetero_conv():
         assert bool(launched) is (library is ours)
     for key, expected in results[1].items():
         torch.testing.assert_close(results[0][key], expected, rtol=1e-4, atol=1e-5)
-
-
-def test_second_derivatives_are_refused():
-    x = torch.randn(NUM_NODES, FEATURES, requires_grad=True)
-    with emulated_device():
-        (grad,) = torch.autograd.grad(make("GCNConv")(x, EDGES).square().sum(), x, create_graph=True)
-        with pytest.raises(RuntimeError, match="second derivative"):
-            grad.square().sum().backward()

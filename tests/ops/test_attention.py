@@ -281,13 +281,17 @@ def test_what_a_transform_has_left_behind(score, fused, tracked):
         assert torch.equal(problem.call(**given), expected), name
 
 
-def test_double_backward_is_refused(score, fused):
-    """Loudly: a second derivative would otherwise lack terms."""
-    problem = problem_of(score)
-    inputs = {name: tensor.requires_grad_() for name, tensor in problem.inputs.items()}
-    grads = torch.autograd.grad(problem.call(**inputs).square().sum(), list(inputs.values()), create_graph=True)
-    with pytest.raises(RuntimeError, match="once_differentiable"):
-        sum(grad.square().sum() for grad in grads).backward()
+@pytest.mark.parametrize("dropout_p", [0.0, 0.4])
+def test_second_derivatives(score, dropout_p, fused):
+    """With the weights that the forward pass has dropped."""
+    problem, results = problem_of(score, edge=score != "cosine"), []
+    for dtype in (torch.float32, torch.float64):
+        inputs = {name: tensor.detach().to(dtype).requires_grad_() for name, tensor in problem.inputs.items()}
+        leaves, out = list(inputs.values()), problem.call(3, **inputs, dropout_p=dropout_p)
+        grads = torch.autograd.grad(out.square().sum(), leaves, create_graph=True)
+        directions = [torch.arange(grad.numel(), dtype=dtype).cos().view_as(grad) for grad in grads]
+        results.append([*grads, *torch.autograd.grad(grads, leaves, directions)])
+    assert_all_close({f"grad {place}": pair for place, pair in enumerate(zip(*results, strict=True))})
 
 
 def test_double_backward_of_the_reference_path(score):

@@ -124,26 +124,18 @@ def test_what_no_kernel_takes_is_plain_torch(fused):
     torch.testing.assert_close(alone, want[0])
 
 
-def test_double_backward_is_refused(fused):
-    leaves = [tensor.requires_grad_() for tensor in draw(9, 2, 8)]
-    terms = attention_terms(*leaves)
-    grads = torch.autograd.grad(sum(term.square().sum() for term in terms), leaves, create_graph=True)
-    with pytest.raises(RuntimeError, match="once_differentiable"):
-        sum(grad.square().sum() for grad in grads).backward()
-
-
 def test_gradients_that_may_be_differentiated(fused):
-    """They are torch's where they are, and in batches of gradients."""
+    """They come in batches too."""
     leaves = [tensor.requires_grad_() for tensor in draw(9, 2, 8)]
     wide = [leaf.detach().double().requires_grad_() for leaf in leaves]
     second = []
     for x, first, other in (leaves, wide):
-        terms = attention_terms(x, first, other, twice=True)
+        terms = attention_terms(x, first, other)
         grads = torch.autograd.grad(sum(t.square().sum() for t in terms), (x, first, other), create_graph=True)
         second.append(torch.autograd.grad(sum(grad.square().sum() for grad in grads), (x, first, other)))
     assert_all_close({str(place): pair for place, pair in enumerate(zip(*second))})
     assert fused[0] == "attention_terms"
-    terms, batch = attention_terms(*leaves, twice=True), torch.randn(3, 9, 2)
+    terms, batch = attention_terms(*leaves), torch.randn(3, 9, 2)
     found = torch.autograd.grad(terms[0], leaves[:2], batch, is_grads_batched=True, retain_graph=True)
     mapped = torch.func.vmap(lambda grad: torch.autograd.grad(terms[1], leaves[2], grad, retain_graph=True)[0])(batch)
     torch.testing.assert_close(mapped, torch.einsum("bnh,nhc->bhc", batch, leaves[0].detach()).unsqueeze(1))

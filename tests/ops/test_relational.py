@@ -2,6 +2,7 @@
 
 import gc
 import weakref
+from typing import Any
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from pyg_dfgnn.graph.derived import tensors_of
 from pyg_dfgnn.ir import D, E, R, Rows, S, concat, dot, interpret, leaky_relu, max_to, mean_to, relational, sum_to, to
 from pyg_dfgnn.ir.layers import rgat
 from pyg_dfgnn.ir.passes import PASSES, Passes
+from pyg_dfgnn.ir.program import SEED, Builder, Program
 from pyg_dfgnn.ops.relational import apply, prepared_for, program, rows_of
 from pyg_dfgnn.ops.relational.gemm import SegmentLinear, SegmentOuter
 from pyg_dfgnn.runtime import launcher
@@ -142,13 +144,51 @@ def test_other_streams_hear_of_all_arrays_that_a_program_reads(off, graph):
     assert all(id(tensor) in known for tensor in read)
 
 
-def test_second_derivatives_are_refused(graph):
+def noisy() -> Program:
+    """A sum of what is left of squares, with the mask of a seed."""
+    builder = Builder()
+    x, seed = builder.input("x", S, (8,)), builder.seed()
+    kept = builder.emit("mul", builder.emit("keep", seed, attrs=(E, (8,), 0.4, 0)), builder.emit("mul", x, x))
+    return builder.build("noisy", {"out": builder.emit("sum", kept, attrs=(D, E))})
+
+
+PROGRAMS = [(mapped, "x weight"), (gated, "x weight"), (largest, "x"), (noisy(), "x @seed"), (joined, "x xd")]
+
+
+@pytest.mark.parametrize("function, names", PROGRAMS, ids=["mapped", "gated", "largest", "noisy", "joined"])
+def test_gradients_are_programs_too(function, names, graph):
+    """Second and third derivatives are those of generated kernels, where there are any."""
+    drawn, rows, results = inputs_of(), rows_of(graph), []
+    for dtype in (torch.float32, torch.float64):
+        inputs = {name: drawn.get(name, drawn["x"]).detach().to(dtype).requires_grad_() for name in names.split()}
+        if SEED in inputs:
+            inputs[SEED] = torch.tensor([5])
+        leaves = [tensor for tensor in inputs.values() if tensor.requires_grad]
+        with emulated_device() as launched:
+            grads: Any = apply(function, rows, inputs).values()
+            for _ in range(3):
+                before = len(launched)
+                grads = torch.autograd.grad(sum((x / 30).sin().sum() for x in grads), leaves, create_graph=True)
+                results.append([grad.detach() for grad in grads])
+        assert (len(launched) > before) is (dtype is torch.float32 and function is not joined)
+    for actual, expected in zip(results[:3], results[3:], strict=True):
+        for got, want in zip(actual, expected, strict=True):
+            torch.testing.assert_close(got.double(), want, rtol=1e-4, atol=1e-5 * float(want.abs().max()))
+
+
+@relational
+def powers(x: S):
+    return sum_to(D, x**2 + x**1 + x**3)
+
+
+def test_powers_of_zero_stay_finite(graph):
+    x = torch.zeros(6, 8, requires_grad=True)
     with emulated_device():
-        inputs = inputs_of()
-        out = apply(mapped, rows_of(graph), inputs)["out"]
-        (grad,) = torch.autograd.grad(out.sum(), [inputs["x"]], create_graph=True)
-        with pytest.raises(RuntimeError, match="second derivative"):
-            grad.sum().backward()
+        (found,) = apply(powers, rows_of(graph), {"x": x}).values()
+        for _ in range(4):
+            (found,) = torch.autograd.grad(found.sum(), x, create_graph=True)
+            assert found.isfinite().all()
+            found = found + x
 
 
 def test_refusal_is_reported_and_the_interpreter_runs(graph, monkeypatch):

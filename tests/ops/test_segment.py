@@ -39,6 +39,40 @@ def with_gradients(call, tensors):
     return [out.detach(), *torch.autograd.grad(out.square().sum(), list(leaves.values()))]
 
 
+@pytest.mark.parametrize(
+    "message, stats, options",
+    [
+        *((message, stats, {}) for message in MESSAGES for stats in ("sum", "mean", ("sum", "mean"))),
+        *((message, stats, {"scaled": True}) for message in MESSAGES for stats in ("sum", "mean")),
+        ("copy", "sum", {"self_loops": True}),
+        ("copy", "sum", {"self_loops": True, "scaled": True}),
+        ("weight", ("max", "sum", "var"), {}),
+        ("copy", "mul", {}),
+    ],
+    ids=str,
+)
+def test_second_derivatives(message, stats, options, fused):
+    """With all the gradients of the first ones, of which some inputs are no part."""
+    options, drawn, results = dict(options), operands(message), []
+    sizes = (5, 5) if options.get("self_loops") else SIZES
+    if options.pop("scaled", False):
+        drawn_scales = {"source_scale": torch.rand(sizes[0]), "target_scale": torch.rand(sizes[1])}
+    else:
+        drawn_scales = {}
+    for dtype in (torch.float32, torch.float64):
+        leaves = {name: tensor.to(dtype).requires_grad_() for name, tensor in drawn.items()}
+        scales = {name: tensor.to(dtype) for name, tensor in drawn_scales.items()}
+        out = aggregate(Graph.of(EDGE_INDEX, *sizes), stats=stats, message=message, **leaves, **scales, **options)
+        grads = torch.autograd.grad(out.sin().sum(), list(leaves.values()), create_graph=True)
+        second = torch.autograd.grad(sum(g.sin().sum() for g in grads), list(leaves.values()), allow_unused=True)
+        results.append([*grads, *second])
+    for actual, expected in zip(*results, strict=True):
+        if expected is None:
+            assert actual is None or not actual.any()
+        else:
+            torch.testing.assert_close(actual.double(), expected, rtol=1e-4, atol=1e-5)
+
+
 @over(
     # Gates are summed or averaged.
     allowed=lambda row: row["message"] != "gate" or isinstance(row["stats"], str),

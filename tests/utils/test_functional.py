@@ -215,11 +215,23 @@ def test_on_a_cpu_and_while_compiling(name):
     assert launched == []
 
 
-def test_softmax_has_no_second_derivative():
-    """Not even where the gradient of its output is a constant, so that none is left out in silence."""
-    src = torch.randn(5, 2, requires_grad=True)
-    with emulated_device():
-        out = utils.softmax(src, torch.tensor([0, 0, 1, 1, 1]))
-        (grad,) = torch.autograd.grad(out[0].sum(), src, create_graph=True)
-        with pytest.raises(RuntimeError, match="no second derivative"):
-            (grad.square().sum() + src.sum()).backward()
+@pytest.mark.parametrize("name", ["scatter", "segment", "softmax"])
+@pytest.mark.parametrize("reduce", ["sum", "mean", "max", "min"])
+def test_second_derivatives(name, reduce):
+    """Also where the gradient of the output is a constant."""
+    drawn, group, results = torch.randn(9, 2), torch.tensor([0, 0, 1, 1, 1, 1, 3, 3, 4]), []
+    arguments = {
+        "scatter": (group, 0, 5, reduce),
+        "segment": (torch.tensor([0, 2, 6, 6, 8, 9]), reduce),
+        "softmax": (group,),
+    }
+    for library, dtype in ((utils, torch.float32), (pyg, torch.float64)):
+        src = drawn.to(dtype).requires_grad_()
+        with emulated_device():
+            # torch has no second derivative of segments.
+            used = "scatter" if library is pyg and name == "segment" else name
+            out = getattr(library, used)(src, *arguments[used])
+            (grad,) = torch.autograd.grad(out[0].sum() + out.square().sum(), src, create_graph=True)
+            (second,) = torch.autograd.grad(grad.square().sum() + src.sum(), src)
+        results.append([grad.detach().double(), second.double()])
+    torch.testing.assert_close(*results, rtol=1e-4, atol=1e-5)

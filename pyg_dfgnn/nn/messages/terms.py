@@ -45,7 +45,7 @@ class _Product:
 
     def sum(self, *_: Any, **__: Any) -> Tensor:
         """Return the sum over the last dimension."""
-        term, _nothing = attention_terms(self.x, self.vector, twice=True)
+        term, _nothing = attention_terms(self.x, self.vector)
         return term.to(torch.result_type(self.x, self.vector))
 
     @classmethod

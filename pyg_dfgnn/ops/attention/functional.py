@@ -22,6 +22,7 @@ from pyg_dfgnn.errors import check_range, check_shape, check_tensor, check_type
 from pyg_dfgnn.graph import Graph
 from pyg_dfgnn.graph.typed_rows import one_type
 from pyg_dfgnn.ops.attention.launchers import InverseNorm, prepare
+from pyg_dfgnn.ops.attention.program import gradients_again
 from pyg_dfgnn.ops.core import Edges, Op, is_eager_on
 from pyg_dfgnn.ops.function import makers
 from pyg_dfgnn.ops.relational.linear import typed_linear
@@ -53,7 +54,8 @@ def op_of(score: Score, labels: Mapping[str, str], edge_rows: bool = False) -> O
         )
 
     statement = statement_of(score, partial(_reference, score), labels, edge_rows)
-    return Op(statement, FAMILY, problem, prepare, _derive, _optional)
+    again = Op.again if edge_rows else partial(gradients_again, score)
+    return Op(statement, FAMILY, problem, prepare, _derive, _optional, again)
 
 
 def _reference(

@@ -12,7 +12,7 @@ from pyg_dfgnn.dispatch.core import fused_device_types
 from pyg_dfgnn.dispatch.gpu import gpu_of, known
 from pyg_dfgnn.dispatch.traversal import STORAGE
 from pyg_dfgnn.ops.attention.row_split import node_kernel
-from pyg_dfgnn.ops.eager import aligned, apply_of, is_eager, is_for_torch, is_plain, needs_grad, once_differentiable
+from pyg_dfgnn.ops.eager import aligned, apply_of, differentiable, is_eager, is_plain, needs_grad
 from pyg_dfgnn.runtime.launcher import addresses, launch
 
 _PATH = "attention/terms.cu"
@@ -20,16 +20,13 @@ _PATH = "attention/terms.cu"
 _BLOCKS_PER_MULTIPROCESSOR = 4
 
 
-def attention_terms(
-    x: Tensor, first: Tensor, second: Tensor | None = None, *, twice: bool = False
-) -> tuple[Tensor, Tensor | None]:
+def attention_terms(x: Tensor, first: Tensor, second: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
     r"""Return per head the products :math:`\langle a, x_i \rangle` of rows with one or two vectors.
 
     Args:
         x: Shape [N, H, C], or [N, C] without heads.
         first: As many numbers as a row of x has, shape [1, H, C] or [H, C], without heads [1, C] or [C].
         second: As `first`.
-        twice: Whether gradients may be differentiated; torch's operators give such gradients.
 
     Returns:
         Two tensors [N, H], or [N], the other one None without `second`; in float32 where a kernel runs, else in the
@@ -39,7 +36,7 @@ def attention_terms(
     """
     vectors = (first,) if second is None else (first, second)
     if is_eager() and has_kernel(x, vectors):
-        terms = _apply_terms(twice, x, *vectors) if needs_grad((x, *vectors)) else run_terms(x, *vectors)
+        terms = _apply_terms(x, *vectors) if needs_grad((x, *vectors)) else run_terms(x, *vectors)
         return _pair(terms)
     return _pair([(x * vector).sum(dim=-1) for vector in vectors])
 
@@ -79,62 +76,54 @@ def _ready(vector: Tensor) -> Tensor:
     return aligned(vector if vector.dtype is torch.float32 else vector.float())
 
 
-class _Terms(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, twice: bool, x: Tensor, *vectors: Tensor) -> tuple[Tensor, ...]:
-        ctx.twice = twice
-        ctx.save_for_backward(x, *vectors)
-        # A vector whose term nothing reads gets no gradient, rather than one of zeros.
-        ctx.set_materialize_grads(False)
-        return run_terms(x, *vectors)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor | None) -> Any:
-        if ctx.twice and is_for_torch(grads):
-            return _differentiable_gradients(ctx.saved_tensors, grads)
-        return _gradients(ctx, *grads)
-
-
-@once_differentiable
-def _gradients(ctx: Any, *grads: Tensor | None) -> Any:
-    x, *vectors = ctx.saved_tensors
-    given: Sequence[Any] = grads
-    read = vectors
-    if grads[0] is None or grads[-1] is None:
-        given = [grad for grad in grads if grad is not None]
-        read = [vector for vector, grad in zip(vectors, grads, strict=True) if grad is not None]
-        if not given:
-            return None, None, *grads
-    heads, channels = (1, *x.shape[1:])[-2:]
-    run = node_kernel(_PATH, "attention_terms_backward", heads, channels, x.dtype)
-    gpu = known.get(x.device) or gpu_of(x.device)
-    blocks = min(-(-x.size(0) // run.rows_per_block), _BLOCKS_PER_MULTIPROCESSOR * gpu.multiprocessors)
-    x = aligned(x)
-    grad_x = torch.empty_like(x)
-    sums = x.new_empty((len(read), blocks, heads, channels), dtype=torch.float32)
-    inputs = (x, *_pair([_ready(a) for a in read]), *_pair([aligned(grad) for grad in given]))
-    arguments = addresses((x.size(0), *inputs, grad_x, sums))
-    launch(run.kernel, (blocks, run.head_groups, 1), run.threads, arguments, x.device)
-    totals = iter(sums.sum(dim=1).unbind())
-    of_vectors: list[Tensor | None] = []
-    for vector, grad in zip(vectors, grads, strict=True):
-        of_vectors.append(None if grad is None else next(totals).view(vector.shape).to(vector.dtype))
-    return None, grad_x, *of_vectors
-
-
-def _differentiable_gradients(saved: Sequence[Tensor], grads: Sequence[Tensor | None]) -> Any:
+def _again(ctx: Any, *grads: Tensor | None) -> Any:
     """Return the gradients by torch's operators, which have derivatives of their own."""
-    x, *vectors = saved
+    x, *vectors = ctx.saved_tensors
     wide = [None if grad is None else grad.unsqueeze(-1) for grad in grads]
     of_x = [grad * vector for grad, vector in zip(wide, vectors, strict=True) if grad is not None]
     return (
-        None,
         reduce(torch.add, of_x).to(x.dtype) if of_x else None,
         *[
             None if grad is None else (grad * x).sum(dim=0).view(vector.shape).to(vector.dtype)
             for grad, vector in zip(wide, vectors, strict=True)
         ],
     )
+
+
+class _Terms(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, *vectors: Tensor) -> tuple[Tensor, ...]:
+        ctx.save_for_backward(x, *vectors)
+        # A vector whose term nothing reads gets no gradient, rather than one of zeros.
+        ctx.set_materialize_grads(False)
+        return run_terms(x, *vectors)
+
+    @staticmethod
+    @differentiable(_again)
+    def backward(ctx: Any, *grads: Tensor | None) -> Any:
+        x, *vectors = ctx.saved_tensors
+        given: Sequence[Any] = grads
+        read = vectors
+        if grads[0] is None or grads[-1] is None:
+            given = [grad for grad in grads if grad is not None]
+            read = [vector for vector, grad in zip(vectors, grads, strict=True) if grad is not None]
+            if not given:
+                return None, *grads
+        heads, channels = (1, *x.shape[1:])[-2:]
+        run = node_kernel(_PATH, "attention_terms_backward", heads, channels, x.dtype)
+        gpu = known.get(x.device) or gpu_of(x.device)
+        blocks = min(-(-x.size(0) // run.rows_per_block), _BLOCKS_PER_MULTIPROCESSOR * gpu.multiprocessors)
+        x = aligned(x)
+        grad_x = torch.empty_like(x)
+        sums = x.new_empty((len(read), blocks, heads, channels), dtype=torch.float32)
+        inputs = (x, *_pair([_ready(a) for a in read]), *_pair([aligned(grad) for grad in given]))
+        arguments = addresses((x.size(0), *inputs, grad_x, sums))
+        launch(run.kernel, (blocks, run.head_groups, 1), run.threads, arguments, x.device)
+        totals = iter(sums.sum(dim=1).unbind())
+        of_vectors: list[Tensor | None] = []
+        for vector, grad in zip(vectors, grads, strict=True):
+            of_vectors.append(None if grad is None else next(totals).view(vector.shape).to(vector.dtype))
+        return grad_x, *of_vectors
 
 
 _apply_terms = apply_of(_Terms)

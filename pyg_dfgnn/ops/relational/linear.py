@@ -6,7 +6,7 @@ from torch import Tensor
 from torch.autograd import Function
 
 from pyg_dfgnn.graph.typed_rows import TypedRows
-from pyg_dfgnn.ops.eager import aligned, once_differentiable
+from pyg_dfgnn.ops.eager import aligned, differentiable
 from pyg_dfgnn.ops.relational.gemm import SegmentLinear, SegmentOuter
 
 
@@ -21,17 +21,31 @@ class _TypedLinear(Function):
         return out
 
     @staticmethod
-    @once_differentiable
+    @differentiable()
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
         rows, transposed = ctx.rows, ctx.transposed
         x, weight = ctx.saved_tensors
-        grad_x = grad_weight = None
-        if ctx.needs_input_grad[2]:
-            grad_x = _kept(SegmentLinear, rows, weight, transposed=not transposed)(grad, weight)
-        if ctx.needs_input_grad[3]:
-            left, right = (grad, x) if transposed else (x, grad)
-            grad_weight = _kept(SegmentOuter, rows, weight)(left, right)
-        return None, None, grad_x, grad_weight
+        _, _, needs_x, needs_weight = ctx.needs_input_grad
+        left, right = (grad, x) if transposed else (x, grad)
+        grad_x = typed_linear(rows, grad, weight, transposed=not transposed) if needs_x else None
+        return None, None, grad_x, _TypedOuter.apply(rows, left, aligned(right), weight) if needs_weight else None
+
+
+class _TypedOuter(Function):
+    """(rows, left, right, a weight) to the outer products of rows, summed by type, in the shape of the weight."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: TypedRows, left: Tensor, right: Tensor, like: Tensor) -> Tensor:
+        ctx.rows = rows
+        ctx.save_for_backward(left, right)
+        out: Tensor = _kept(SegmentOuter, rows, like)(left, right)
+        return out
+
+    @staticmethod
+    @differentiable()
+    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+        left, right = ctx.saved_tensors
+        return None, typed_linear(ctx.rows, right, grad, transposed=True), typed_linear(ctx.rows, left, grad), None
 
 
 def typed_linear(rows: TypedRows, x: Tensor, weight: Tensor, *, transposed: bool = False) -> Tensor:

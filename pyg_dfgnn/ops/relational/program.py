@@ -19,9 +19,11 @@ from pyg_dfgnn.ir.lanes import Refusal
 from pyg_dfgnn.ir.lowering import lower
 from pyg_dfgnn.ir.passes import Passes
 from pyg_dfgnn.ir.program import SEED
+from pyg_dfgnn.ir.simplify import remove_dead
 from pyg_dfgnn.ir.steps import Lowered
 from pyg_dfgnn.ir.trace import Relational
-from pyg_dfgnn.ops.eager import apply_of, is_eager, once_differentiable, unpack_saved
+from pyg_dfgnn.ops.eager import aligned, apply_of, differentiable, is_eager, tell_of_torch, unpack_saved
+from pyg_dfgnn.ops.function import wide
 from pyg_dfgnn.ops.relational.compile import Functions
 from pyg_dfgnn.runtime.launcher import compiled_together
 from pyg_dfgnn.settings import current
@@ -53,6 +55,11 @@ class Prepared:
         backward: (rows, list of what it reads, which it empties so that each can be let go, gradients of the outputs)
             to the gradient of each input, None for one that is not asked for.
         non_differentiable: Places of the outputs that have no gradient in what is asked for.
+        passes: See there.
+        gradients: The program of the gradients in the order of `wrt`, which reads inputs and the gradients `d_...`.
+        kept: Places of the inputs that are saved: those that `gradients` or the backward pass reads.
+        saved: Of each tensor that the backward pass reads whether it is an input, and its place among those that are
+            kept or among the others.
 
     Raises:
         Refusal: Some value has no kernel.
@@ -67,7 +74,7 @@ class Prepared:
         passes: Passes = ALL_PASSES,
         alone: bool = False,
     ) -> None:
-        self.program, self.inputs, self.wrt = program, list(program.inputs), wrt
+        self.program, self.inputs, self.wrt, self.passes = program, list(program.inputs), wrt, passes
         self.outputs = [name for name, _ in program.outputs]
         gradients = ["d_" + name for name in self.outputs]
         wanted = ["d_" + name if name in wrt else None for name in self.inputs]
@@ -79,6 +86,12 @@ class Prepared:
             self.outputs, wanted = ["d_" + name for name in wrt], []
             whole = selected(whole, self.outputs)
         self.lowered: Lowered = lower(whole, self.outputs)
+        self.gradients = _gradients_of(whole, wrt)
+        read = self.gradients.inputs.keys() | {*self.lowered.saved}
+        self.kept = [place for place, name in enumerate(program.inputs) if name in read]
+        names = [self.inputs[place] for place in self.kept]
+        others = [name for name in self.lowered.saved if name not in names]
+        self.saved = [(name in names, (names if name in names else others).index(name)) for name in self.lowered.saved]
         functions = Functions(self.lowered, rows, dtype)
         with compiled_together(rows.device):
             self.forward = functions.forward(self.inputs, self.outputs)
@@ -102,13 +115,69 @@ class Prepared:
         return dict(zip(self.outputs, results))
 
 
+def _gradients_of(whole: Program, wrt: Sequence[str]) -> Program:
+    """Return the part of a differentiated program that gives the gradients in `wrt`."""
+    made = dict(whole.outputs)
+    # Names that no program has whose gradients are these.
+    renamed = tuple((f"{whole.name}.{name}", made["d_" + name]) for name in wrt)
+    return remove_dead(Program(whole.name, whole.values, renamed))
+
+
+def gradients(
+    program: Program | Relational, graph: Graph, inputs: Mapping[str, Tensor], grads: Mapping[str, Tensor]
+) -> dict[str, Tensor] | None:
+    """Return the gradient of each input that needs one by generated kernels, as its derivatives are.
+
+    Args:
+        program: As for :func:`apply`.
+        graph: The graph.
+        inputs: As for :func:`apply`.
+        grads: The gradient of each output.
+
+    Returns:
+        Name -> gradient; None where no kernels run the program.
+    """
+    if graph.is_static or not graph.is_measured:
+        return None
+    rows, wrt = rows_of(graph), tuple(name for name, tensor in inputs.items() if tensor.requires_grad)
+    key = "gradients", id(program), wrt, tuple(tensor.shape for tensor in inputs.values())
+
+    def find() -> tuple[Any, Program]:
+        whole = _selected(program, {name: tensor for name, tensor in inputs.items() if name != SEED}, None)
+        return program, _gradients_of(ALL_PASSES.run(whole, rows.sizes, wrt), wrt)
+
+    own = rows.derived(key, find)[1]
+    every = {**inputs, **{"d_" + name: grad for name, grad in grads.items()}}
+    given = {name: every[name] for name in own.inputs}
+    run = _found(own, rows, given, None, ALL_PASSES).prepared
+    return dict(zip(wrt, run(rows, given).values())) if isinstance(run, Prepared) else None
+
+
+def _again(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
+    """Return the gradients by their own program."""
+    prepared, rows = ctx.call
+    program, kept = prepared.gradients, [prepared.inputs[place] for place in prepared.kept]
+    every = dict(zip(kept, ctx.saved_tensors)) | {"d_" + n: grad for n, grad in zip(prepared.outputs, grads)}
+    inputs = {name: every[name] for name in program.inputs}
+    run = _found(program, rows, inputs, None, prepared.passes).prepared
+    if isinstance(run, Prepared):
+        results = run(rows, inputs)
+    else:
+        tell_of_torch(f"the program {prepared.program.name!r} ({'; '.join(run)})")
+        results = interpret(program, rows, dict(zip(inputs, wide(list(inputs.values())))))
+    like, by_name = grads[0], dict(zip(prepared.wrt, results.values()))
+    return None, None, *(by_name[n].to(like.dtype) if n in by_name else None for n in prepared.inputs)
+
+
 class _Run(Function):
     """A prepared program: (prepared, rows, inputs) to the outputs."""
 
     @staticmethod
     def forward(ctx: Any, prepared: Prepared, rows: Rows, *tensors: Tensor) -> Any:
         outputs, saved = prepared.forward(rows, *tensors)
-        ctx.save_for_backward(*saved)
+        others = [tensor for (is_kept, _), tensor in zip(prepared.saved, saved) if not is_kept]
+        # Inputs as they are, of which the gradients are functions.
+        ctx.save_for_backward(*[tensors[place] for place in prepared.kept], *others)
         if prepared.non_differentiable:
             ctx.mark_non_differentiable(*(outputs[place] for place in prepared.non_differentiable))
         # With the graph of the rows, which has what the kernels read.
@@ -116,10 +185,12 @@ class _Run(Function):
         return outputs
 
     @staticmethod
-    @once_differentiable
+    @differentiable(_again)
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
         prepared, rows = ctx.call
-        return None, None, *prepared.backward(rows, unpack_saved(ctx, grads), *grads)
+        saved, first = unpack_saved(ctx, grads), len(prepared.kept)
+        saved = [aligned(saved[k]) if is_kept else saved[first + k] for is_kept, k in prepared.saved]
+        return None, None, *prepared.backward(rows, saved, *grads)
 
 
 _run = apply_of(_Run)

@@ -19,7 +19,7 @@ from pyg_dfgnn.graph import Graph
 from pyg_dfgnn.graph.joint import joint_graph
 from pyg_dfgnn.graph.made import Seen, graph_of
 from pyg_dfgnn.graph.relations import one_relation
-from pyg_dfgnn.ir import D, Domain, E, One, Program, R, Rows, S
+from pyg_dfgnn.ir import D, Domain, E, One, Program, R, Rows, S, interpret
 from pyg_dfgnn.ir.domains import Ts
 from pyg_dfgnn.ir.layers import layer_of
 from pyg_dfgnn.ir.text import program_of, text_of
@@ -177,6 +177,20 @@ class _Programs:
         known, places = _read(name), [place for place, is_needed in enumerate(needed) if is_needed]
         inputs = tuple(known.program.inputs)
         return known._replace(wrt=tuple(inputs[place] for place in places)).text, places
+
+    def reference(
+        self,
+        name: str,
+        anchors: Sequence[Tensor],
+        sizes: Sequence[int],
+        inputs: Sequence[Tensor | None],
+        numbers: Sequence[float],
+    ) -> Sequence[Tensor]:
+        """Return the outputs of a program by the interpreter."""
+        known = _read(name)
+        row_set = RowSet(known.kind, anchors, sizes, known.transposed)
+        graph = row_set.graph()
+        return list(interpret(known.program, row_set.rows_of(graph), _by_name(known, inputs)).values())
 
 
 ops[KIND] = _Programs()

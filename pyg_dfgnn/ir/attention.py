@@ -1,0 +1,62 @@
+"""Attention with scores of the package as programs, whose gradients have derivatives."""
+
+# Domains stand where types do.
+# mypy: disable-error-code="valid-type,no-untyped-def,arg-type,assignment,attr-defined"
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from functools import cache
+from types import MappingProxyType
+
+from pyg_dfgnn.ir.domains import D, E, One, S
+from pyg_dfgnn.ir.trace import Relational, Var, dot, leaky_relu, relational, softmax, sum_to
+
+
+def _plus(x: Var, *others: Var | None) -> Var:
+    for other in others:
+        x = x if other is None else x + other
+    return x
+
+
+def _dot(slope: float, value: Var, target: Var, key: Var, edge: Var | None, **_: Var) -> Var:
+    return dot(target, _plus(key, edge))
+
+
+def _add(slope: float, value: Var, source_scalars: Var, target_scalars: Var, edge: Var | None, **_: Var) -> Var:
+    return leaky_relu(_plus(source_scalars, target_scalars, edge), slope)
+
+
+def _gatv2(slope: float, value: Var, target: Var, parameter: Var, edge: Var | None, **_: Var) -> Var:
+    return dot(leaky_relu(_plus(target + value, edge), slope), parameter)
+
+
+LOGITS: Mapping[str, Callable[..., Var]] = MappingProxyType({"dot": _dot, "add": _add, "gatv2": _gatv2})
+"""Name of a score -> its logits in a program; the scale, where a score has one, is 1."""
+
+
+@cache
+def attention(score: str, edge_in_value: bool, slope: float, dropout: float) -> Relational:
+    """Return the program of attention over the heads of rows [H, C], by the roles of its inputs."""
+    logits = LOGITS[score]
+
+    @relational
+    def attended(
+        value: S,
+        target: D = None,
+        key: S = None,
+        target_scalars: D = None,
+        source_scalars: S = None,
+        parameter: One = None,
+        edge: E = None,
+    ):
+        operands = {"target": target, "key": key, "parameter": parameter, "edge": edge}
+        scalars = {"target_scalars": target_scalars, "source_scalars": source_scalars}
+        weights = softmax(logits(slope, value=value, **operands, **scalars), among=D)
+        if dropout:
+            builder, shape = value._builder, value.shape[:1]
+            weights = weights * Var(builder, builder.emit("keep", builder.seed(), attrs=(E, shape, dropout, 0)))
+        content = _plus(value, edge) if edge_in_value else value
+        return sum_to(D, weights.view(-1, 1) * content)
+
+    return attended

@@ -1,0 +1,41 @@
+"""Gradients of attention by a program of the IR, where they are differentiated again."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from torch import Tensor
+
+from pyg_dfgnn.ir.attention import LOGITS, attention
+from pyg_dfgnn.ir.program import SEED
+from pyg_dfgnn.ops.function import Call
+from pyg_dfgnn.ops.relational.program import gradients
+from pyg_dfgnn.statements.score import Score
+
+
+def gradients_again(score: Score, call: Call, inputs: Mapping[str, Any], grad: Tensor) -> dict[str, Tensor] | None:
+    """Return the gradient of each input that needs one, or None (:attr:`pyg_dfgnn.ops.core.Op.again`)."""
+    if score.name not in LOGITS:
+        return None
+    heads, channels, (scale, slope, dropout) = call.prepared.heads, call.prepared.channels, call.numbers
+    given = {name: tensor.float() for name, tensor in inputs.items() if tensor is not None and name != "seed"}
+    for name in given.keys() & {"target", "key", "value"}:
+        given[name] = given[name].reshape(-1, heads, channels)
+    if "parameter" in given:
+        given["parameter"] = given["parameter"].reshape(heads, channels)
+    if call.shared:
+        given["target"] = given["value"]
+    # Not in the program, so that a scale that changes makes no other one.
+    factor = scale if "scale" in score.numbers else 1.0
+    if "target" in given:
+        given["target"] = given["target"] * factor
+    if dropout:
+        given[SEED] = inputs["seed"]
+    out = {"out": grad.reshape(-1, heads, channels).float()}
+    found = gradients(attention(score.name, score.edge_in_value, slope, dropout), call.graph, given, out)
+    if found is None:
+        return None
+    if "target" in found:
+        found["target"] = found["target"] * factor
+    if call.shared and "target" in found:
+        found["value"] = found["value"] + found.pop("target")
+    return {name: found[name].reshape(inputs[name].shape).to(inputs[name].dtype) for name in found}
