@@ -19,6 +19,15 @@ def _plus(x: Var, *others: Var | None) -> Var:
     return x
 
 
+def _unit(x: Var) -> Var:
+    # The least norm is that of PyG; the greatest square is finite.
+    return x / dot(x, x).apply("clamp", attrs=(1e-24, 3e38)).apply("sqrt").view(-1, 1)
+
+
+def _cosine(slope: float, value: Var, target: Var, parameter: Var, **_: Var) -> Var:
+    return dot(_unit(target), _unit(value)) * parameter
+
+
 def _dot(slope: float, value: Var, target: Var, key: Var, edge: Var | None, **_: Var) -> Var:
     return dot(target, _plus(key, edge))
 
@@ -31,7 +40,9 @@ def _gatv2(slope: float, value: Var, target: Var, parameter: Var, edge: Var | No
     return dot(leaky_relu(_plus(target + value, edge), slope), parameter)
 
 
-LOGITS: Mapping[str, Callable[..., Var]] = MappingProxyType({"dot": _dot, "add": _add, "gatv2": _gatv2})
+LOGITS: Mapping[str, Callable[..., Var]] = MappingProxyType(
+    {"dot": _dot, "cosine": _cosine, "add": _add, "gatv2": _gatv2}
+)
 """Name of a score -> its logits in a program; the scale, where a score has one, is 1."""
 
 
@@ -49,14 +60,19 @@ def attention(score: str, edge_in_value: bool, slope: float, dropout: float) -> 
         source_scalars: S = None,
         parameter: One = None,
         edge: E = None,
+        edge_target: D = None,
     ):
+        rows, edge = (None, edge) if edge_target is None else (edge.view(1, -1), None)
         operands = {"target": target, "key": key, "parameter": parameter, "edge": edge}
         scalars = {"target_scalars": target_scalars, "source_scalars": source_scalars}
-        weights = softmax(logits(slope, value=value, **operands, **scalars), among=D)
+        scores = logits(slope, value=value, **operands, **scalars)
+        weights = softmax(scores if rows is None else scores + dot(edge_target, rows), among=D)
         if dropout:
             builder, shape = value._builder, value.shape[:1]
             weights = weights * Var(builder, builder.emit("keep", builder.seed(), attrs=(E, shape, dropout, 0)))
         content = _plus(value, edge) if edge_in_value else value
-        return sum_to(D, weights.view(-1, 1) * content)
+        weights = weights.view(-1, 1)
+        outputs = {"out": sum_to(D, weights * content)}
+        return outputs if rows is None else {**outputs, "edge_out": sum_to(D, weights * rows)}
 
     return attended

@@ -54,8 +54,7 @@ def op_of(score: Score, labels: Mapping[str, str], edge_rows: bool = False) -> O
         )
 
     statement = statement_of(score, partial(_reference, score), labels, edge_rows)
-    again = Op.again if edge_rows else partial(gradients_again, score)
-    return Op(statement, FAMILY, problem, prepare, _derive, _optional, again)
+    return Op(statement, FAMILY, problem, prepare, _derive, _optional, partial(gradients_again, score))
 
 
 def _reference(

@@ -12,7 +12,7 @@ from pyg_dfgnn.ops.relational.program import gradients
 from pyg_dfgnn.statements.score import Score
 
 
-def gradients_again(score: Score, call: Call, inputs: Mapping[str, Any], grad: Tensor) -> dict[str, Tensor] | None:
+def gradients_again(score: Score, call: Call, inputs: Mapping[str, Any], *grads: Tensor) -> dict[str, Tensor] | None:
     """Return the gradient of each input that needs one, or None (:attr:`pyg_dfgnn.ops.core.Op.again`)."""
     if score.name not in LOGITS:
         return None
@@ -21,21 +21,22 @@ def gradients_again(score: Score, call: Call, inputs: Mapping[str, Any], grad: T
     for name in given.keys() & {"target", "key", "value"}:
         given[name] = given[name].reshape(-1, heads, channels)
     if "parameter" in given:
-        given["parameter"] = given["parameter"].reshape(heads, channels)
+        given["parameter"] = given["parameter"].reshape((heads, channels) if score.parameter else (1,))
     if call.shared:
         given["target"] = given["value"]
     # Not in the program, so that a scale that changes makes no other one.
     factor = scale if "scale" in score.numbers else 1.0
-    if "target" in given:
-        given["target"] = given["target"] * factor
+    scaled = given.keys() & {"target", "edge_target"}
+    given |= {name: given[name] * factor for name in scaled}
     if dropout:
         given[SEED] = inputs["seed"]
-    out = {"out": grad.reshape(-1, heads, channels).float()}
+    widths = channels, call.prepared.problem.edge_channels
+    named = zip(("out", "edge_out"), grads, widths, strict=False)
+    out = {name: grad.reshape(-1, heads, width).float() for name, grad, width in named}
     found = gradients(attention(score.name, score.edge_in_value, slope, dropout), call.graph, given, out)
     if found is None:
         return None
-    if "target" in found:
-        found["target"] = found["target"] * factor
+    found |= {name: found[name] * factor for name in found.keys() & scaled}
     if call.shared and "target" in found:
         found["value"] = found["value"] + found.pop("target")
     return {name: found[name].reshape(inputs[name].shape).to(inputs[name].dtype) for name in found}

@@ -140,7 +140,9 @@ def gradients(
     if graph.is_static or not graph.is_measured:
         return None
     rows, wrt = rows_of(graph), tuple(name for name, tensor in inputs.items() if tensor.requires_grad)
-    key = "gradients", id(program), wrt, tuple(tensor.shape for tensor in inputs.values())
+    if not wrt:
+        return {}
+    key = "gradients", id(program), wrt, *((name, tensor.shape) for name, tensor in inputs.items())
 
     def find() -> tuple[Any, Program]:
         whole = _selected(program, {name: tensor for name, tensor in inputs.items() if name != SEED}, None)
