@@ -31,9 +31,8 @@ FIELDS = (
 KEY = ("loop", "model", "size", "implementation", "gpu", "torch")
 BOUND = 1e-4
 """Relative error of the first loss and of its gradients, against PyG in float64."""
-DRIFT = 0.1
-"""Relative difference of the loss from PyG's after the steps that warm up: Adam makes whole steps of gradients that are
-all rounding, and PyG's atomics alone move a loss by some percent."""
+DRIFT = 1e-2
+"""Relative difference of the loss from PyG's after the steps that warm up."""
 WARM_UP_BLOCKS, MIN_BLOCKS, MAX_BLOCKS = 2, 5, 100
 SLOWER = 0.98
 STOPPED_EARLY = 2
