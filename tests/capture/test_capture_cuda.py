@@ -403,9 +403,9 @@ class Copying(Thread):
         self.ends, self.error, self.rounds = Event(), None, 0
 
     def run(self):
-        numbers = torch.arange(1000, device=CUDA)
         try:
             with torch.cuda.stream(torch.cuda.Stream()):
+                numbers = torch.arange(1000, device=CUDA)
                 while not self.ends.is_set():
                     assert numbers.cpu()[-1] == numbers.sum().item() - 498501
                     torch.ones(9).to(CUDA, non_blocking=True)
