@@ -253,7 +253,7 @@ def module_reasons(conv: "FusedConv", compiling: bool) -> list[str]:
         reasons += repetition_reasons(module)
     if own["node_dim"] != conv._node_dim:
         reasons.append(f"node_dim is {own['node_dim']}")
-    return reasons if compiling else reasons + transform_reasons()
+    return reasons + (export_reasons() if compiling else transform_reasons())
 
 
 def transform_reasons() -> list[str]:
@@ -266,6 +266,12 @@ def transform_reasons() -> list[str]:
     if forward_ad._current_level >= 0:
         reasons.append("forward-mode differentiation is active")
     return reasons
+
+
+def export_reasons() -> list[str]:
+    """Return what an export has against kernels while it traces a call."""
+    is_onnx = torch.onnx.is_in_onnx_export()
+    return ["torch.onnx exports the call, and ONNX has no operators for kernels"] if is_onnx else []
 
 
 def _is_matrix(x: Any) -> bool:

@@ -13,7 +13,7 @@ from pyg_dfgnn.ir import Rows
 from pyg_dfgnn.nn.dense.linear import Linear
 from pyg_dfgnn.nn.drop_ins import Description, shown
 from pyg_dfgnn.nn.fallback import NO_DEVICE, Scripted, report_fallback
-from pyg_dfgnn.nn.gate import is_plain_layer, reasons_on_device, storage_dtype
+from pyg_dfgnn.nn.gate import export_reasons, is_plain_layer, reasons_on_device, storage_dtype
 from pyg_dfgnn.nn.programs import RelationalProblem, dtype_reasons, explain, reasons_of_problem, run
 from pyg_dfgnn.ops.eager import is_eager
 from pyg_dfgnn.ops.relational import RowSet, rows_of
@@ -93,6 +93,7 @@ class TypedLayer(Scripted, torch.nn.Module):
         reasons = [] if x.dim() == 2 else [f"x is no matrix [N, F] ({list(x.shape)})"]
         return [
             *reasons,
+            *export_reasons(),
             *dtype_reasons(x, weight),
             *reasons_on_device(type(self), x.device, storage_dtype(x), x.device),
         ]

@@ -24,7 +24,7 @@ from pyg_dfgnn.ir.lowering import lower
 from pyg_dfgnn.ir.passes import Passes
 from pyg_dfgnn.ir.program import SEED, Program
 from pyg_dfgnn.nn.fallback import NO_DEVICE, report_fallback
-from pyg_dfgnn.nn.gate import transform_reasons
+from pyg_dfgnn.nn.gate import export_reasons, transform_reasons
 from pyg_dfgnn.nn.messages.backend import KERNELS, backend, stored_reasons
 from pyg_dfgnn.nn.messages.call import layer_reasons
 from pyg_dfgnn.nn.messages.spec import Call, signature_of, spec_of
@@ -127,7 +127,7 @@ def _pyg_dfgnn_plan(
     if backend().devices is not None and device.type not in (backend().devices or ()):
         return (NO_DEVICE,), *nothing
     # Under a transform no example can be made.
-    if against := transform_reasons():
+    if against := [*transform_reasons(), *export_reasons()]:
         return tuple(against), *nothing
     call = _example(layer, described, is_declared, is_one, index, device)
     reasons = layer_reasons(layer, call)
