@@ -65,11 +65,22 @@ def run_values(
             results.append(inputs[value.attrs[0]])
             continue
         operands = [(program.values[arg], results[arg]) for arg in value.args]
-        if i in wide:
-            results.append(_run_exactly(value, operands, rows, like))
-        else:
-            results.append(_run(value, operands, rows, like))
+        results.append(run_value(value, operands, rows, like, i in wide))
     return {name: results[i] for name, i in program.outputs}
+
+
+def run_value(
+    value: Value, operands: list[tuple[Value, Tensor]], rows: Rows, like: Tensor, is_exact: bool = False
+) -> Tensor:
+    """Return the rows of a value that is no input.
+
+    Args:
+        value: The value.
+        operands: Its operands, with their rows.
+        rows, like: As for :func:`run_values`.
+        is_exact: Whether it is float32 whatever the dtype of the operands.
+    """
+    return (_run_exactly if is_exact else _run)(value, operands, rows, like)
 
 
 def check_inputs(program: Program, rows: Rows, inputs: Mapping[str, Tensor]) -> None:

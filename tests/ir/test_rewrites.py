@@ -3,8 +3,10 @@
 from dataclasses import replace
 
 import pytest
+import torch
 
-from pyg_dfgnn.ir import D, Domain, E, One, R, S, U, V, concat, dot, interpret, relational, softmax, sum_to, to
+from pyg_dfgnn.graph import Graph
+from pyg_dfgnn.ir import D, Domain, E, One, R, Rows, S, U, V, concat, dot, interpret, relational, softmax, sum_to, to
 from pyg_dfgnn.ir.layers import rgat, rgcn_mean, rgcn_sum
 from pyg_dfgnn.ir.passes import (
     Passes,
@@ -13,6 +15,7 @@ from pyg_dfgnn.ir.passes import (
     compact,
     decompact,
     differentiate,
+    join_pads,
     optimise,
     remove_dead,
     reorder,
@@ -20,7 +23,7 @@ from pyg_dfgnn.ir.passes import (
     share_sums,
     split_concats,
 )
-from pyg_dfgnn.ir.program import Program
+from pyg_dfgnn.ir.program import Builder, Program
 from tests.ir.cases import PROGRAMS, case
 
 SIZES = {One: 1, R: 20, S: 1000, D: 1000, U: 6000, V: 3000, E: 10_000}
@@ -213,6 +216,21 @@ def test_gradients_of_a_softmax_take_no_sum_over_edges_of_their_own():
     assert sums(early, ("x",)) == [[(V, E), (D, V), (D, E)], [(V, E), (D, V), (D, V)]]
     # What a target adds to its logits has a gradient that cancels.
     assert (D, E) in sums(early, ("x", "xd"))[1]
+
+
+def test_gradients_of_the_parts_of_a_weight_are_joined():
+    builder = Builder()
+    parts = [builder.input(name, One, (3, width)) for name, width in (("a", 2), ("b", 3), ("c", 1))]
+    placed = [builder.emit("pad", part, attrs=zeros) for part, zeros in zip(parts, [(0, 4), (2, 1), (5, 0)])]
+    whole = builder.emit("add", builder.emit("add", placed[1], placed[0]), placed[2])
+    apart = builder.emit("add", placed[0], placed[2])
+    program = builder.build("parts", [("whole", whole), ("apart", apart)])
+    joined = remove_dead(join_pads(program))
+    assert of(joined, "concat", "add", "pad") == [(One, (3, 6))] * 4
+    inputs = {name: torch.randn(3, width) for name, width in (("a", 2), ("b", 3), ("c", 1))}
+    rows = Rows(Graph.of(torch.tensor([[0], [0]]), 1))
+    want, got = (interpret(one, rows, inputs) for one in (program, joined))
+    assert all(torch.equal(want[name], got[name]) for name in want)
 
 
 def test_joined_rows_are_joined_after_sums():

@@ -14,13 +14,14 @@ from pyg_dfgnn.ir.lowering import lower
 from pyg_dfgnn.ir.passes.compact import MOST_PAIRS, compact, decompact
 from pyg_dfgnn.ir.passes.differentiate import differentiate
 from pyg_dfgnn.ir.passes.linear import aggregate_first, reorder, scale_first
-from pyg_dfgnn.ir.passes.sums import share_sums, split_concats
+from pyg_dfgnn.ir.passes.sums import join_pads, share_sums, split_concats
 from pyg_dfgnn.ir.program import Program
 from pyg_dfgnn.ir.simplify import common_subexpressions, remove_dead
 
 Pass = Callable[[Program, Mapping[Domain, int]], Program]
 PASSES: dict[str, Pass] = {
     "common": lambda program, sizes: common_subexpressions(program),
+    "join_pads": lambda program, sizes: join_pads(program),
     "split_concats": lambda program, sizes: split_concats(program),
     "share_sums": lambda program, sizes: share_sums(program),
     "reorder": reorder,

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from math import prod
 from typing import NamedTuple
 
-from pyg_dfgnn.ir.domains import Domain, E, determines
+from pyg_dfgnn.ir.domains import FEW, Domain, E, determines
 from pyg_dfgnn.ir.pointwise import POINTWISE
 from pyg_dfgnn.ir.program import Builder, Program, Shape, Value, rewrite, through
 
@@ -43,6 +43,37 @@ def split_concats(program: Program) -> Program:
         return builder.emit("concat", *joined, domain=value.domain)
 
     return rewrite(program, rule)
+
+
+def join_pads(program: Program) -> Program:
+    """Return the program in which weights between zeros that are added, as gradients of slices are, are joined."""
+
+    def placed(builder: Builder, i: int) -> tuple[int, int, int]:
+        """What stands between zeros, its first place and the one behind it."""
+        value = builder.values[i]
+        before = value.attrs[0] if value.op == "pad" else 0
+        inner = value.args[0] if value.op == "pad" else i
+        return inner, before, before + builder.values[inner].shape[-1]
+
+    def rule(builder: Builder, i: int, value: Value, ids: dict[int, int]) -> int | None:
+        if value.op != "add" or value.domain not in FEW:
+            return None
+        args = [ids[arg] for arg in value.args]
+        if any(builder.values[arg].op != "pad" or builder.values[arg].shape != value.shape for arg in args):
+            return None
+        (left, first, middle), (right, start, last) = sorted((placed(builder, arg) for arg in args), key=lambda p: p[1])
+        if middle != start or {builder.values[k].domain for k in (left, right)} != {value.domain}:
+            return None
+        parts = [part for k in (left, right) for part in _joined(builder.values, k)]
+        joined = builder.emit("concat", *parts, domain=value.domain)
+        zeros = first, value.shape[-1] - last
+        return builder.emit("pad", joined, attrs=zeros) if any(zeros) else joined
+
+    return rewrite(program, rule)
+
+
+def _joined(values: Sequence[Value], i: int) -> Sequence[int]:
+    return values[i].args if values[i].op == "concat" else (i,)
 
 
 class _Weighted(NamedTuple):

@@ -19,6 +19,7 @@ from pyg_dfgnn.ir.steps import Lowered, Step
 from pyg_dfgnn.ops.compile import Text
 from pyg_dfgnn.ops.eager import aligned
 from pyg_dfgnn.ops.relational import products, traversal
+from pyg_dfgnn.ops.relational.dense import Expressions
 
 _RESHAPED = torch.ops.aten._unsafe_view.default
 
@@ -94,6 +95,8 @@ class _Pass(Text):
         super().__init__(functions.lowered.name, functions.rows.device.type == "cuda")
         self.functions, self.todo, self.results = functions, todo, results
         self.named("like", functions.like)
+        # Buffers that are read by others than torch, as they lie in memory.
+        self.whole = set[str]()
         # What else refers to: a result that shares its memory is copied.
         self.shared = set(functions.static)
         for name, tensor in functions.static.items():
@@ -117,6 +120,7 @@ class _Pass(Text):
         """Write the steps; buffers that none reads later are let go, but for results and those that are kept."""
         functions = self.functions
         later = {*kept, *functions.static, *(name for name, _ in self.results)}
+        self.whole = later.union(*(step.reads for step in self.todo if step.kind != "dense"))
         done: list[list[str]] = []
         for step in reversed(self.todo):
             done.append(sorted({*step.reads, *step.writes} - later))
@@ -203,22 +207,30 @@ class _Pass(Text):
         self.lines.append(f"{run}({', '.join([*operands, variables[output]])})")
 
     def _call(self, place: int, step: Step) -> None:
-        """Write the call of a step that torch runs."""
-        functions, program, reads, writes = self.functions, step.program, step.reads, step.writes
-        exact, like = functions.exact.intersection(writes), functions.like
-
-        def run(rows: Rows, *operands: Tensor) -> list[Tensor]:
-            written = run_values(program, rows, dict(zip(reads, operands)), like, exact)
-            return [aligned(written[name]) for name in writes]
-
-        operands = [self._features(name) for name in reads]
-        for k, name in enumerate(reads):
+        """Write the expressions of a step that torch runs."""
+        functions, buffers = self.functions, self.functions.lowered.buffers
+        inputs, outputs, fitting = dict[str, str](), dict[str, tuple[str, str]](), set[str]()
+        for name in step.reads:
+            inputs[name] = self._features(name)
             if functions.shapes[name] != functions.rows_of(name):
-                operands[k] += f".view({self.named(f'{functions.variables[name]}_rows', functions.rows_of(name))})"
-        called = f"{self.named(f'run_{place}', run)}({', '.join(['rows', *operands])})"
-        self.lines.append(f"{_tuple([functions.variables[name] for name in writes])} = {called}")
-        for name in writes:
-            self.address(functions.variables[name])
+                inputs[name] += f".view({self.named(f'{functions.variables[name]}_rows', functions.rows_of(name))})"
+        for name in step.writes:
+            is_whole = name in self.whole
+            outputs[name] = self.named("aligned", aligned) if is_whole else "", functions.variables[name]
+        for name, i in step.program.inputs.items():
+            fitting |= {name} if buffers[name].shape == step.program.values[i].shape else set()
+        expressions = Expressions(
+            step.program,
+            functions.exact.intersection(step.writes),
+            functions.like,
+            functions.rows.sizes,
+            self.named,
+            f"d{place}",
+        )
+        self.lines += expressions.lines(inputs, outputs, fitting)
+        for name in step.writes:
+            if name in self.whole:
+                self.address(functions.variables[name])
 
     def _features(self, name: str) -> str:
         """Return a buffer in the dtype of features."""
