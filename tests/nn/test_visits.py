@@ -135,6 +135,22 @@ def test_small_sums_are_described_however_the_arguments_are_given():
         assert pyg_dfgnn.describe_plan(conv, x, edge_index, edge_weight=torch.rand(90)).fused
 
 
+@needs_compiler
+def test_a_loop_over_few_relations_is_pygs_on_new_edges():
+    edge_index, edge_type = edges(), torch.arange(90) % 3
+    x, layers = torch.randn(30, FEATURES), [pyg.RGCNConv(FEATURES, 4, count) for count in (3, 90)]
+    expected = [layer(x, edge_index, edge_type) for layer in layers]
+    with emulated_device() as launched:
+        pyg_dfgnn.accelerate(nn.ModuleList(layers))
+        counts = []
+        for layer, want in zip(layers, expected, strict=True):
+            for _ in range(3):
+                before = len(launched)
+                torch.testing.assert_close(layer(x, edge_index, edge_type), want, rtol=1e-5, atol=1e-5)
+                counts.append(len(launched) > before)
+    assert counts == [False, False, True, True, True, True]
+
+
 def test_the_calls_of_one_forward_count_once():
     layer, edge_index = nn.Identity(), edges()
     for turn in range(2):

@@ -13,8 +13,11 @@ from pyg_dfgnn.ir.layers import Layer
 from pyg_dfgnn.nn.conv.relational import RelationalConv
 from pyg_dfgnn.nn.edges import Call
 from pyg_dfgnn.nn.gate import methods_of, settle, statistics_of
+from pyg_dfgnn.nn.visits import is_new, is_refilled, run_left
 from pyg_dfgnn.ops.relational import RowSet, rows_of
 
+_FEW_RELATIONS = 8
+"""Relations up to which PyG's loop takes less of the host than the lists of new edges."""
 AGGREGATIONS = ("mean", "sum", "max")
 Nodes: TypeAlias = Tensor | tuple[Tensor | None, Tensor] | None
 
@@ -64,12 +67,18 @@ class RelationalGraphConv(RelationalConv):
         rows = rows_of(graph)
         return ("rgcn_rows", aggr), {"z": weight[rows.index(U, R), self._number(x_src, rows.index(U, S))]}
 
+    def _is_left(self, edge_index: Any) -> bool:
+        """Return whether PyG's code takes a call in less time, because lists of its edges would serve it alone."""
+        return False
+
     def _number(self, x_src: OptTensor, node: Tensor) -> Tensor:
         """Return which row of W_r stands for W_r x of these sources."""
         return node if x_src is None else x_src[node]
 
     def forward(self, x: Nodes, edge_index: Adj | Graph, edge_type: OptTensor = None) -> Tensor:
         """PyG's forward, also on a `Graph`; see `torch_geometric.nn.RGCNConv.forward`."""
+        if self._is_left(edge_index):
+            return run_left(super().forward, x, edge_index, edge_type)  # type: ignore[no-any-return]
         call = self._call(x, edge_index, edge_type)
         if call.reasons:
             out: Tensor = self._fall_back(call, x, self._types_for_pyg(call, edge_type))
@@ -96,6 +105,10 @@ class RGCNConv(RelationalGraphConv, conv.RGCNConv):
     propagate_type = {"x": Tensor, "edge_type_ptr": OptTensor}
     _upstream_methods = methods_of(conv.RGCNConv)
     _fused_statistics = frozenset(AGGREGATIONS)
+
+    def _is_left(self, edge_index: Any) -> bool:
+        # PyG's code loops over the relations, and waits for the device.
+        return self.num_relations <= _FEW_RELATIONS and not is_refilled() and is_new(self, edge_index)
 
     def _run(self, *args: Any) -> dict[str, Tensor]:
         # PyG adds the relations to zeros of the default dtype.
