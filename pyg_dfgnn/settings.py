@@ -60,6 +60,16 @@ class Settings:
         check_choice("compile_messages", self.compile_messages, (True, False))
         check_choice("linear", self.linear, ("torch", "kernels"))
 
+    @property
+    def leaves_new(self) -> bool:
+        """Whether new edges stay unmeasured."""
+        return self.schedule == "auto" and self.check_ids == "later"
+
+    @property
+    def leaves_few(self) -> bool:
+        """Whether PyG's code takes few edges, whose results may differ between runs."""
+        return self.leaves_new and not self.deterministic
+
 
 _lock = threading.Lock()
 # What all threads see outside of blocks.

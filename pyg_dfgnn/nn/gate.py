@@ -26,7 +26,7 @@ from pyg_dfgnn.nn.drop_ins import Description, set_propagate, shown, upstream_of
 from pyg_dfgnn.nn.fallback import NO_DEVICE, Scripted, report_fallback
 from pyg_dfgnn.nn.visits import may_be_few, run_left
 from pyg_dfgnn.ops.eager import PLAIN
-from pyg_dfgnn.ops.graph import may_be_unmeasured, may_run_again, unmeasured_graph
+from pyg_dfgnn.ops.graph import may_run_again, unmeasured_graph
 from pyg_dfgnn.settings import current, local_settings
 
 METHODS = ("message", "aggregate", "update", "edge_update", "message_and_aggregate")
@@ -563,7 +563,7 @@ class FusedConv(Scripted, MessagePassing):
         """Return the graph of edges that are too new to be measured; None where they are not, or where it cannot do."""
         if call.form != "tensor" or call.weights or torch.compiler.is_compiling():
             return None
-        if not may_be_unmeasured():
+        if not current().leaves_new:
             return None
         transposed = self.flow != "source_to_target"
         key = call.edge_index, call.num_src, call.num_dst, bool(call.self_loops), transposed

@@ -18,7 +18,7 @@ from pyg_dfgnn.graph.forms import INDEX_DTYPES
 from pyg_dfgnn.graph.groups import graph_of_index, known_graph
 from pyg_dfgnn.nn.drop_ins import Description, shown
 from pyg_dfgnn.nn.fallback import NO_DEVICE, SMALL, report_fallback
-from pyg_dfgnn.nn.visits import is_few, is_new, is_refilled, may_not_wait, step
+from pyg_dfgnn.nn.visits import is_few, is_new, is_refilled, may_be_left, may_not_wait, step
 from pyg_dfgnn.ops import groups
 from pyg_dfgnn.ops.eager import is_eager, is_plain
 from pyg_dfgnn.ops.segment import aggregate
@@ -109,7 +109,7 @@ def takes(
 
 def _is_small(x: Tensor, groups: Tensor | None, stats: Sequence[str]) -> bool:
     """Return whether PyG's code takes a reduction in less time, however often its groups come."""
-    return len(stats) == 1 and stats[0] in _SUMS and is_few(groups, x.numel())
+    return len(stats) == 1 and stats[0] in _SUMS and is_few(x.numel()) and may_be_left(groups)
 
 
 def graph_of(index: Tensor | None, ptr: Tensor | None, dim_size: int | None) -> Graph:

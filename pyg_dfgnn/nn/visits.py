@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from pyg_dfgnn.graph.unmeasured import MEASURED_EDGES, VISITS
-from pyg_dfgnn.ops.graph import leaves_new, may_run_again
+from pyg_dfgnn.ops.graph import may_run_again
 from pyg_dfgnn.settings import current
 
 _MOST_TENSORS = 64
@@ -146,29 +146,16 @@ def leave(layer: torch.nn.Module, edges: Tensor, kind: str = "") -> bool:
     return True
 
 
-def is_few(edges: Any, numbers: int) -> bool:
-    """Return whether two launches of PyG's take less time than what the host does for one of ours.
-
-    Args:
-        edges: An `edge_index` [2, E], an index [E] or offsets; what is no tensor on a GPU is not few.
-        numbers: How many numbers are summed.
-    """
-    return numbers < _FEW_NUMBERS and may_be_left(edges)
+def is_few(numbers: int) -> bool:
+    """Return whether two launches of PyG's, which sum so many numbers, take less time than the host does for ours."""
+    return numbers < _FEW_NUMBERS
 
 
 def may_be_left(edges: Any) -> bool:
     """Return whether edges, an index or offsets are a tensor on a GPU, of which PyG's code may take a few."""
-    if type(edges) is not Tensor or torch.compiler.is_compiling() or edges.dim() == 0:
-        return False
-    return may_be_few(edges)
+    return type(edges) is Tensor and may_be_few(edges) and edges.dim() > 0 and not torch.compiler.is_compiling()
 
 
 def may_be_few(edges: Tensor) -> bool:
     """Return whether a tensor is on a GPU, and the settings let PyG's code take few edges."""
-    return edges.is_cuda and edges.layout is torch.strided and leaves_few()
-
-
-def leaves_few() -> bool:
-    """Return whether the settings let PyG's code take few edges, whose results may differ between runs."""
-    settings = current()
-    return leaves_new(settings) and not settings.deterministic
+    return edges.is_cuda and current().leaves_few and edges.layout is torch.strided

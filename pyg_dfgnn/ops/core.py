@@ -33,7 +33,7 @@ from pyg_dfgnn.ops.function import (
     runner_of,
     wide,
 )
-from pyg_dfgnn.ops.graph import may_be_unmeasured, may_run_again, unmeasured_graph
+from pyg_dfgnn.ops.graph import may_run_again, unmeasured_graph
 from pyg_dfgnn.ops.prepared import PreparedOp, PreparedPass, plans_of, present_of, recall, remember
 from pyg_dfgnn.reference.philox import dropout_factor
 from pyg_dfgnn.settings import Settings, current
@@ -301,7 +301,7 @@ class Op:
         key = anchors[0], sizes[0], sizes[1], program.loops, program.transposed
         drops = any(each.name == "dropout" and number > 0 for each, number in zip(self.statement.numbers, numbers))
         # Dropout goes by the numbers of edges, which are others where self-loops were replaced on a measured graph.
-        is_free = may_be_unmeasured() and not (program.loops and drops)
+        is_free = current().leaves_new and not (program.loops and drops)
         # Several layers of a compiled graph have one program.
         asked = hash(name), *key, _COMPILED_VISITS, not may_run_again(False)
         graph: Any = unmeasured_graph(*asked) if is_free else None

@@ -17,7 +17,6 @@ from pyg_dfgnn.graph.graph import keep
 from pyg_dfgnn.graph.refilled import RefilledGraph
 from pyg_dfgnn.graph.unmeasured import MEASURED_EDGES, VISITS, UnmeasuredGraph
 from pyg_dfgnn.runtime.launcher import Kernel, addresses, kernel_of, launch
-from pyg_dfgnn.settings import Settings, current
 from pyg_dfgnn.statements.spec import Spec
 
 LONG_ROW = 2048
@@ -74,16 +73,6 @@ class Reports:
 def reports(device_type: str) -> Reports:
     """Return the reports of all devices of a type."""
     return Reports(device_type == "cuda")
-
-
-def leaves_new(settings: Settings) -> bool:
-    """Return whether settings leave new edges unmeasured."""
-    return settings.schedule == "auto" and settings.check_ids == "later"
-
-
-def may_be_unmeasured() -> bool:
-    """Return whether the settings in force leave new edges unmeasured."""
-    return leaves_new(current())
 
 
 def may_run_again(training: bool) -> bool:

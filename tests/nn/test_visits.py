@@ -10,7 +10,7 @@ from torch_geometric.nn import conv as pyg
 import pyg_dfgnn
 from pyg_dfgnn.nn import visits
 from pyg_dfgnn.nn.visits import is_new, leave
-from pyg_dfgnn.settings import Settings
+from pyg_dfgnn.settings import Settings, current
 from tests.emu import needs_compiler
 from tests.kernels.emulated import emulated_device
 from tests.new_edges import random_edges
@@ -22,7 +22,7 @@ SETTINGS = Settings()
 @pytest.fixture(autouse=True)
 def on_any_device(monkeypatch):
     """Take edges on a CPU for those on a GPU."""
-    monkeypatch.setattr(visits, "may_be_few", lambda _: visits.leaves_few())
+    monkeypatch.setattr(visits, "may_be_few", lambda _: current().leaves_few)
     yield
     visits._visits.clear()
     visits._last = visits._NONE

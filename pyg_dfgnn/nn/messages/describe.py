@@ -22,8 +22,7 @@ from pyg_dfgnn.nn.messages.kept import names_of
 from pyg_dfgnn.nn.messages.refusals import lowered, with_lines
 from pyg_dfgnn.nn.messages.spec import STEPS, original
 from pyg_dfgnn.nn.reads import Reads
-from pyg_dfgnn.nn.visits import leaves_few
-from pyg_dfgnn.settings import local_settings
+from pyg_dfgnn.settings import current, local_settings
 
 UNCALLED = "its first call tells whether its messages become a program"
 """Said of a layer of which nothing is known before."""
@@ -92,7 +91,7 @@ def describe(layer: Any, device: torch.device | None, *args: Any, **kwargs: Any)
         reasons += against
         plans.append(plan)
     small = [rows.device.type == "cuda" and is_small(program, rows.sizes[E]) for program, rows, _ in runs.values()]
-    if small and all(small) and leaves_few():
+    if small and all(small) and current().leaves_few:
         reasons.append(SMALL)
     if functions := names_of(original(type(layer).forward)):
         plans.append(f"what {', '.join(functions)} returns is kept while the arguments live unchanged")

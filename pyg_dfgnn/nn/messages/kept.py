@@ -29,7 +29,6 @@ from pyg_dfgnn.graph.derived import Derived
 from pyg_dfgnn.graph.graph import FLOWS
 from pyg_dfgnn.nn.gate import transform_reasons
 from pyg_dfgnn.nn.stand_ins import codes_in
-from pyg_dfgnn.ops.graph import may_be_unmeasured
 from pyg_dfgnn.ops.segment import symmetric_norm
 from pyg_dfgnn.settings import current
 
@@ -157,7 +156,7 @@ def _call(kind: type, function: Callable[..., Any], /, *args: Any, **kwargs: Any
 
     # Made without gradients and inference mode; other streams wait for it, as for what graphs keep.
     made = _kept.get(key, tensors, versions)
-    if made is None and may_be_unmeasured() and not _came_before(key, tensors[0]):
+    if made is None and current().leaves_new and not _came_before(key, tensors[0]):
         return own(*args, **kwargs)
     parts, seen = made.derived(_MADE, make) if made is not None else ([], [])
     if made is None or any(part._version != version or part.requires_grad for part, version in seen):
