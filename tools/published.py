@@ -408,7 +408,9 @@ def draw(path: Path) -> None:
     for index, (way, label) in enumerate(WAYS_TO_TRAIN.items()):
         heights = {k: geometric_mean(by[way].values()) for k, by in enumerate(factors.values()) if way in by}
         places = [place + (index - (len(WAYS_TO_TRAIN) - 1) / 2) * width for place in heights]
-        bars = axis.bar(places, [height - 1 for height in heights.values()], width, bottom=1.0, color=f"C{index}", label=label)
+        bars = axis.bar(
+            places, [height - 1 for height in heights.values()], width, bottom=1.0, color=f"C{index}", label=label
+        )
         axis.bar_label(bars, [f"{height:.2g}x" for height in heights.values()], fontsize="xx-small", padding=1)
     axis.axhline(1.0, color="black", linewidth=0.8)
     axis.set_yscale("log")
