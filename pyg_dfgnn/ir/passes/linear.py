@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from math import prod
 from typing import NamedTuple
 
-from pyg_dfgnn.ir.domains import FEW, Domain, determines, join
+from pyg_dfgnn.ir.domains import FEW, Domain, One, determines, join
 from pyg_dfgnn.ir.program import RANGED, Builder, Program, Value, broadcast, rewrite
 
 Sizes = Mapping[Domain, int]
@@ -57,8 +57,9 @@ def scale_first(program: Program) -> Program:
 def aggregate_first(program: Program, sizes: Sizes) -> Program:
     """Return the program with sum(c (x W)) as sum(sum(c x) W), the inner sum by (target, relation), where cheaper.
 
-    c has one number per row or per head, such as attention. Other readers of x W must be products with weights, such as
-    logits: x (W A) takes their place, so that x W is no value at all.
+    So has sum(x W + b), to which b is added as often as there are rows. c has one number per row or per head, such as
+    attention. Other readers of x W must be products with weights, such as logits: x (W A) takes their place, so that
+    x W is no value at all.
     """
     pushed: dict[int, _Scaled] = {}
     products: dict[int, tuple[int, int]] = {}
@@ -74,36 +75,45 @@ def aggregate_first(program: Program, sizes: Sizes) -> Program:
             return _emit_product(builder, program, i, *products[i], ids)[0]
         if i not in pushed:
             return None
-        inner, scale, middle = pushed[i]
+        inner, scale, bias, middle = pushed[i]
         domain, over = value.attrs
         x, w = _emit_map(builder, program, inner, ids)
         x = x if scale is None else builder.emit("mul", ids[scale], x)
         mapped = builder.emit("linear", builder.emit("sum", x, attrs=(middle, over)), w)
-        return mapped if middle is domain else builder.emit("sum", mapped, attrs=(domain, middle))
+        mapped = mapped if middle is domain else builder.emit("sum", mapped, attrs=(domain, middle))
+        if bias is None:
+            return mapped
+        # Not the number of rows that a mean divides by, which is at least 1.
+        rows = builder.emit("sum", builder.emit("const", attrs=(1.0,)), attrs=(domain, over))
+        return builder.emit("add", mapped, builder.emit("mul", ids[bias], rows))
 
     return rewrite(program, rule)
 
 
 class _Scaled(NamedTuple):
-    """The map x W that a sum reads, its factor c, and the domain of the inner sum."""
+    """The map x W that a sum reads, its factor c or the bias that is added to it, and the domain of the inner sum."""
 
     inner: int
     scale: int | None
+    bias: int | None
     middle: Domain
 
 
 def _scaled_map(program: Program, i: int) -> _Scaled | None:
-    """What a sum of c (x W) reads, None if a value is something else."""
+    """What a sum of c (x W), or of x W + b, reads; None if a value is something else."""
     value, values = program.values[i], program.values
     if value.op != "sum" or program.uses[value.args[0]] > 1:
         return None
     operand = values[value.args[0]]
-    for inner, scale in (operand.args, operand.args[::-1]) if operand.op == "mul" else ((value.args[0], None),):
+    pairs = (operand.args, operand.args[::-1]) if operand.op in ("mul", "add") else ((value.args[0], None),)
+    for inner, other in pairs:
+        scale, bias = (None, other) if operand.op == "add" else (other, None)
         factor = () if scale is None else values[scale].shape
-        if _is_map(program, inner) and factor[-1:] in ((), (1,)):
+        is_bias = bias is None or (values[bias].domain is One and values[bias].shape == value.shape)
+        if _is_map(program, inner) and factor[-1:] in ((), (1,)) and is_bias:
             domain, over = value.attrs
             middle = join(domain, _map_operands(program, inner)[1].domain)
-            return _Scaled(inner, scale, middle) if determines(over, middle) and middle is not over else None
+            return _Scaled(inner, scale, bias, middle) if determines(over, middle) and middle is not over else None
     return None
 
 
@@ -111,7 +121,7 @@ def _other_products(program: Program, i: int, scaled: _Scaled) -> dict[int, tupl
     """The other readers of x W with their operands, None if one of them is no product with a weight."""
     root = _chain(program, scaled.inner)[-1]
     names = {root} | {j for j in program.live if program.values[j].op == "view" and program.values[j].args[0] == root}
-    own = i if scaled.scale is None else program.values[i].args[0]
+    own = i if scaled.scale is None and scaled.bias is None else program.values[i].args[0]
     readers = {j for j in program.live if names & set(program.values[j].args)} - names - {own}
     operands_of = {j: _product(program, j) for j in readers}
     if names & {j for _, j in program.outputs}:

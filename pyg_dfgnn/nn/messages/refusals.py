@@ -8,11 +8,12 @@ from typing import Any
 from pyg_dfgnn.ir.domains import D, Domain, E, S
 from pyg_dfgnn.ir.lanes import Refusal
 from pyg_dfgnn.ir.lowering import Lowered, lower
-from pyg_dfgnn.ir.passes import Passes
 from pyg_dfgnn.ir.program import Builder, Program
 from pyg_dfgnn.ir.steps import Buffer
 from pyg_dfgnn.ir.torch_front import tidy
 from pyg_dfgnn.nn.messages.trace import trace_with
+from pyg_dfgnn.ops.relational.chunked import takes_chunks
+from pyg_dfgnn.ops.relational.program import ALL_PASSES
 
 
 def stored_reasons(buffers: Sequence[Buffer]) -> list[str]:
@@ -28,9 +29,11 @@ def lowered(
     every = dict(program.outputs)
     program = Program(program.name, program.values, tuple((name, every[name]) for name in outputs))
     try:
-        steps = lower(Passes().run(program, sizes, tuple(wrt)), list(outputs))
+        steps = lower(ALL_PASSES.run(program, sizes, tuple(wrt)), list(outputs))
     except Refusal as refusal:
         return None, [str(refusal)]
+    if steps.edge_rows and takes_chunks(program, sizes, wrt, ALL_PASSES):
+        return steps, []
     return steps, stored_reasons(steps.edge_rows)
 
 
@@ -44,7 +47,7 @@ def with_lines(
 ) -> list[str]:
     """Return the reasons against a program of a layer, those of its code with the line that brings them in.
 
-    That is the line of the first value with which the program up to there, summed over the edges, is refused.
+    That is the line of the first value of which a function, summed over the edges, is refused.
     """
     trace = trace_with(layer, program)
     if trace is None or trace.drafted is None:
@@ -57,7 +60,10 @@ def with_lines(
     rows = [number for number in live & trace.lines.keys() if values[number].domain in (S, D, E)]
     for number in sorted(rows):
         builder = Builder(values=list(values[: number + 1]))
-        root = builder.emit("sum", number, attrs=(D, E)) if values[number].domain is E else number
+        root = number
+        if values[number].domain is E:
+            # A sum alone would be moved in front of a map.
+            root = builder.emit("sum", builder.emit("sigmoid", number), attrs=(D, E))
         part = tidy(builder.build(program.name, {"part": root}))
         if lowered(part, sizes, [name for name in wrt if name in part.inputs], ["part"])[1]:
             return [f"{trace.lines[number]}: {reason}" if reason in against else reason for reason in reasons]

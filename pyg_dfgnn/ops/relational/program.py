@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -31,6 +31,21 @@ from pyg_dfgnn.settings import current
 _logger = logging.getLogger("pyg_dfgnn")
 _logged: set[str] = set()
 ALL_PASSES = Passes()
+
+
+class Runner(Protocol):
+    """What runs a program on a graph.
+
+    Attributes:
+        inputs: Names of the inputs.
+        lowered: The steps.
+    """
+
+    inputs: list[str]
+    lowered: Lowered
+
+    def __call__(self, rows: Rows, inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Return the outputs, with gradients, of inputs that are as those that it was found for."""
 
 
 class Prepared:
@@ -152,23 +167,34 @@ def gradients(
     every = {**inputs, **{"d_" + name: grad for name, grad in grads.items()}}
     given = {name: every[name] for name in own.inputs}
     run = _found(own, rows, given, None, ALL_PASSES).prepared
-    return dict(zip(wrt, run(rows, given).values())) if isinstance(run, Prepared) else None
+    return None if isinstance(run, tuple) else dict(zip(wrt, run(rows, given).values()))
+
+
+def again(prepared: Prepared, rows: Rows, saved: Sequence[Tensor], grads: Sequence[Tensor]) -> tuple[Any, ...]:
+    """Return the gradient of each input by a program of its own, so that it can be differentiated.
+
+    Args:
+        prepared: What has run.
+        rows: The rows.
+        saved: The inputs that are kept, in their order.
+        grads: The gradients of the outputs.
+    """
+    program, kept = prepared.gradients, [prepared.inputs[place] for place in prepared.kept]
+    every = dict(zip(kept, saved)) | {"d_" + n: grad for n, grad in zip(prepared.outputs, grads)}
+    inputs = {name: every[name] for name in program.inputs}
+    run = _found(program, rows, inputs, None, prepared.passes).prepared
+    if isinstance(run, tuple):
+        tell_of_torch(f"the program {prepared.program.name!r} ({'; '.join(run)})")
+        results = interpret(program, rows, dict(zip(inputs, wide(list(inputs.values())))))
+    else:
+        results = run(rows, inputs)
+    like, by_name = grads[0], dict(zip(prepared.wrt, results.values()))
+    return tuple(by_name[n].to(like.dtype) if n in by_name else None for n in prepared.inputs)
 
 
 def _again(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
-    """Return the gradients by their own program."""
     prepared, rows = ctx.call
-    program, kept = prepared.gradients, [prepared.inputs[place] for place in prepared.kept]
-    every = dict(zip(kept, ctx.saved_tensors)) | {"d_" + n: grad for n, grad in zip(prepared.outputs, grads)}
-    inputs = {name: every[name] for name in program.inputs}
-    run = _found(program, rows, inputs, None, prepared.passes).prepared
-    if isinstance(run, Prepared):
-        results = run(rows, inputs)
-    else:
-        tell_of_torch(f"the program {prepared.program.name!r} ({'; '.join(run)})")
-        results = interpret(program, rows, dict(zip(inputs, wide(list(inputs.values())))))
-    like, by_name = grads[0], dict(zip(prepared.wrt, results.values()))
-    return None, None, *(by_name[n].to(like.dtype) if n in by_name else None for n in prepared.inputs)
+    return None, None, *again(prepared, rows, ctx.saved_tensors, grads)
 
 
 class _Run(Function):
@@ -260,7 +286,7 @@ class _Found:
         prepared: What runs it, or every reason why no kernels do.
     """
 
-    def __init__(self, given: Any, program: Program, prepared: Prepared | tuple[str, ...]) -> None:
+    def __init__(self, given: Any, program: Program, prepared: Runner | tuple[str, ...]) -> None:
         self.given, self.program, self.prepared = given, program, prepared
 
 
@@ -308,12 +334,23 @@ def _find(
         names = frozenset[str]().union(*whole.differentiable_inputs.values())
         wrt = tuple(n for n, t in inputs.items() if t.requires_grad and n in names)
     dtype = next((t.dtype for t in inputs.values() if t.is_floating_point()), torch.float32)
-    prepared = _prepare(whole, rows, dtype, wrt, passes)
+    prepared: Runner | tuple[str, ...] = _prepare(whole, rows, dtype, wrt, passes)
     if isinstance(prepared, Prepared):
+        prepared = _in_chunks(prepared, rows, dtype) or prepared
+    if not isinstance(prepared, tuple):
         # A seed is drawn when it is known that kernels run.
         seed = {SEED: torch.zeros(1, dtype=torch.int64, device=rows.device)} if SEED in whole.inputs else {}
         check_inputs(whole, rows, {**seed, **inputs})
     return _Found(program, whole, prepared)
+
+
+def _in_chunks(prepared: Prepared, rows: Rows, dtype: torch.dtype) -> Runner | None:
+    """Return what runs a program in chunks of edges, None where it makes too few rows of edges, or cannot be split."""
+    if not prepared.lowered.edge_rows:
+        return None
+    from pyg_dfgnn.ops.relational.chunked import chunked_of
+
+    return chunked_of(prepared, rows, dtype)
 
 
 def prepared_for(
@@ -322,7 +359,7 @@ def prepared_for(
     inputs: Mapping[str, Tensor],
     outputs: Sequence[str] | None = None,
     passes: Passes = ALL_PASSES,
-) -> Prepared | tuple[str, ...]:
+) -> Runner | tuple[str, ...]:
     """Return what would run a program on these inputs, whose seed may be missing, or all reasons why no kernels do.
 
     Raises:
@@ -360,7 +397,7 @@ def apply(
     """
     found = _found(program, rows, inputs, outputs, passes)
     prepared = found.prepared
-    if not isinstance(prepared, Prepared):
+    if isinstance(prepared, tuple):
         _report(found.program.name, prepared, rows.device)
         return interpret(found.program, rows, inputs)
     if len(inputs) < len(prepared.inputs):

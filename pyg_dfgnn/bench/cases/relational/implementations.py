@@ -22,7 +22,7 @@ from pyg_dfgnn.ir import U
 from pyg_dfgnn.ir.layers import hgt, rgat, rgcn_mean
 from pyg_dfgnn.ir.passes import Passes
 from pyg_dfgnn.ir.trace import Relational
-from pyg_dfgnn.ops.relational import Prepared, apply, prepared_for, rows_of
+from pyg_dfgnn.ops.relational import apply, prepared_for, rows_of
 from pyg_dfgnn.reference.oracle import Inputs
 from pyg_dfgnn.reference.zoo import EdgeList
 
@@ -166,7 +166,7 @@ class Hector(RelationalImplementation):
             arguments = layer, rows, tensors, ("out",), self.passes
             # The rows do not keep their graph; this call does.
             prepared = prepared_for(*arguments)
-            if related.device.type == "cuda" and not isinstance(prepared, Prepared):
+            if related.device.type == "cuda" and isinstance(prepared, tuple):
                 raise UnsupportedError(prepared, what=self.title)
             return apply(*arguments)["out"]
 
