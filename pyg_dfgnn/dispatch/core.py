@@ -77,7 +77,7 @@ class Candidate(Protocol):
     deterministic: bool
     """Whether its results are the same in every run."""
     refillable: bool
-    """Whether its launches stay valid when other edges are put into the arrays of a static graph."""
+    """Whether its launches stay valid when other edges are put into the arrays of the graph."""
 
     def reasons_against(self, problem: Any, direction: str, graph: Graph) -> list[str]:
         """Return every reason why it cannot run a pass; empty when it can."""

@@ -7,9 +7,8 @@ from pyg_dfgnn.graph.device_dataset import DeviceDataset
 from pyg_dfgnn.graph.edge_set import EdgeSet
 from pyg_dfgnn.graph.facts import BatchFacts
 from pyg_dfgnn.graph.graph import Graph
-from pyg_dfgnn.graph.refilled import RefilledGraph
+from pyg_dfgnn.graph.refilled import RefilledGraph, StaticGroups
 from pyg_dfgnn.graph.relations import compact_rows
-from pyg_dfgnn.graph.static import StaticGraph, StaticGroups
 
 __all__ = [
     "Adjacency",
@@ -20,7 +19,6 @@ __all__ = [
     "Graph",
     "RefilledGraph",
     "SortEdges",
-    "StaticGraph",
     "StaticGroups",
     "compact_rows",
 ]

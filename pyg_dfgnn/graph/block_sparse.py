@@ -32,10 +32,6 @@ from pyg_dfgnn.graph.node_ranges import TILE_ROWS, DiagonalBlocks, ceil_div, dia
 
 BLOCK = 32
 """Columns of a block: one word of bits per row."""
-KEY = "block_sparse"
-"""Where the first part of a key says so, a derived value is a :class:`BlockSparse`."""
-SIMPLE = "is_simple"
-"""Key of :func:`is_simple`."""
 SAMPLED_EDGES = 1 << 22
 """Edges that a sample may have, if they are more than an eighth of all."""
 
@@ -90,7 +86,7 @@ def of(graph: Graph, direction: str, rows: int, compact: bool) -> BlockSparse:
         bits = None if stored is None else stored(domain, rows)
         return make_blocks(graph.side(direction), rows, blocks, bits)
 
-    return graph.derived((KEY, domain, rows, compact), build)
+    return graph.derived(("block_sparse", domain, rows, compact), build)
 
 
 def stored_bits(graph: Graph, bits: Callable[[str, int], Tensor] | None = None) -> Callable[[str, int], Tensor] | None:
@@ -118,7 +114,7 @@ def is_simple(graph: Graph) -> bool:
         answers = (order_of_columns(arrays) for arrays in orders())
         return next(not repeats for ascends, repeats in answers if ascends)
 
-    return graph.derived(SIMPLE, build)
+    return graph.derived("is_simple", build)
 
 
 def counts(graph: Graph, direction: str, rows: int, compact: bool) -> BlockCounts:

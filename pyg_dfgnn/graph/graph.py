@@ -47,7 +47,6 @@ FLOWS = ("source_to_target", "target_to_source")
 DOMAINS = ("targets", "sources", "relations", "source_relations", "target_relations")
 """What rows and columns of an adjacency may be; the last two are the distinct (source, relation) and (target, relation)
 pairs."""
-HAS_LOOPS = "has_loops"
 # Graphs are freed with the tensors they were built from; this bounds what a program holds that keeps these.
 MAX_CACHED_GRAPHS = 1024
 
@@ -428,14 +427,14 @@ class Graph(Derived):
 
     @property
     def has_loops(self) -> bool:
-        """Whether there are self-loops; a static graph takes none later where it has answered no."""
+        """Whether there are self-loops."""
 
         def build() -> bool:
             if self.facts is not None:
                 return bool(self.facts.loops.any())
             return bool(count_loops(self.csr.arrays))
 
-        return self.derived(HAS_LOOPS, build)
+        return self.derived("has_loops", build)
 
     def with_loops(self) -> Graph:
         """A graph of the same edges with self-loops replaced, to be kept by the cache."""
@@ -450,7 +449,7 @@ class Graph(Derived):
 
         def find() -> Graph:
             anchors = self._live_anchors()
-            if self.is_static or not anchors or len(self._sizes) != 4:
+            if not anchors or len(self._sizes) != 4:
                 return self.with_loops()
             return Graph.resolve(anchors[0], self.num_src, self.num_dst, True, self._sizes[3])
 

@@ -15,7 +15,6 @@ from pyg_dfgnn.graph.graph import Graph
 
 TILE_ROWS = 16
 """Unit in which the histogram of :class:`DiagonalBlocks` counts nodes: rows of a warp."""
-KEY = "diagonal_blocks"
 
 
 @dataclass(frozen=True)
@@ -91,7 +90,7 @@ def diagonal_blocks(graph: Graph) -> DiagonalBlocks | None:
             return DiagonalBlocks.of_sizes(graph_ptr, facts.nodes, facts.edges)
         return find_blocks(graph)
 
-    return graph.derived(KEY, build)
+    return graph.derived("diagonal_blocks", build)
 
 
 def find_blocks(graph: Graph) -> DiagonalBlocks | None:

@@ -11,7 +11,8 @@ from torch.utils.data import DataLoader
 from torch_geometric.data import Batch, Data
 
 import pyg_dfgnn
-from pyg_dfgnn.graph import BatchFacts, Graph, SortEdges, StaticGraph, StaticGroups
+from pyg_dfgnn.graph import BatchFacts, Graph, RefilledGraph, SortEdges, StaticGroups
+from pyg_dfgnn.ops.graph import refill
 from pyg_dfgnn.reference.zoo import random
 from tests.kernels.emulated import emulated_device
 
@@ -104,9 +105,9 @@ def test_a_worker_sends_a_graph():
 
 @pytest.mark.parametrize("way", WAYS)
 def test_a_graph_that_batches_are_put_into_is_not_copied(way):
-    fixed = torch.zeros(2, 100, dtype=torch.int64)
-    static = StaticGraph(batch(True), fixed, 20, 4), StaticGroups(torch.tensor([0, 0, 1]), 2)
-    for graph in static:
+    room, sizes = torch.zeros(2, 100, dtype=torch.int64), torch.zeros(2, dtype=torch.int64)
+    refilled = RefilledGraph(room, sizes, 20, False, False, refill)
+    for graph in (refilled, StaticGroups(torch.tensor([0, 0, 1]), 2)):
         with pytest.raises(
             TypeError, match=f"'graph' needs edges that stay as they are .*got a {type(graph).__name__}"
         ):

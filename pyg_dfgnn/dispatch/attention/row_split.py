@@ -264,9 +264,6 @@ def _plan_pass(problem: AttentionProblem, direction: str, graph: Graph) -> RowSp
             constants = with_whole_heads(problem, direction, constants, "packed")
         return RowSplitPlan(constants, INT32_MAX, 1)
     rows = graph.side(direction)
-    if graph.is_static:
-        # A list of long rows, or of blocks of columns, would not fit the edges to come.
-        return RowSplitPlan(pass_constants(problem, direction, wide=True), rows.max_degree, 1)
     constants = pass_constants(problem, direction, wide=True)
     if has_few_edges(rows.num_edges, rows.num_rows, constants):
         constants = pass_constants(problem, direction, wide=False)
