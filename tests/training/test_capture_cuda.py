@@ -9,14 +9,12 @@ from torch_geometric.data import Batch
 import pyg_dfgnn.nn
 from pyg_dfgnn.capture import Capacity, CapturedStep
 from pyg_dfgnn.distributed import Group
-from pyg_dfgnn.graph import BatchFacts, DeviceDataset, Graph, SortEdges, block_sparse
-from pyg_dfgnn.graph.node_ranges import diagonal_blocks
+from pyg_dfgnn.graph import DeviceDataset, Graph
 from pyg_dfgnn.models import AGNN, GAT, GraphTransformer
 from pyg_dfgnn.settings import local_settings
 from pyg_dfgnn.training.loaders import Batches, DeviceLoader, graph_batches
 from pyg_dfgnn.training.step import make_step
 from tests.capture.test_step import SCHEDULES, assert_same_evaluation, graph, train
-from tests.graph.brute import assert_same
 
 pytestmark = pytest.mark.cuda
 CUDA = torch.device("cuda")
@@ -47,7 +45,7 @@ def pair(name, dropout, data):
 
 
 def graphs(count=40):
-    return [SortEdges()(graph(10 + 7 * i % 30, i)) for i in range(count)]
+    return [graph(10 + 7 * i % 30, i) for i in range(count)]
 
 
 @pytest.mark.parametrize(
@@ -105,40 +103,6 @@ def test_a_captured_step_does_not_wait():
         step(whole)
     finally:
         torch.cuda.set_sync_debug_mode("default")
-
-
-@pytest.mark.parametrize("made_by", ["resident", "trusted"])
-def test_a_batch_costs_no_sync(made_by):
-    data = graphs()
-    resident = DeviceDataset(data, CUDA)
-    checked = Graph.of_batch(Batch.from_data_list(data).to(CUDA))
-    pinned = Batch.from_data_list(data).pin_memory()
-    ids = torch.arange(len(data))
-    # The bits of all graphs are made once, on the CPU's word of their sizes.
-    resident.batch(ids).edge_index.sum().item()
-    torch.cuda.synchronize()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        if made_by == "resident":
-            batch = resident.batch(ids)
-            graph_of = Graph.of_batch(batch)
-        else:
-            facts = BatchFacts.of(pinned)
-            batch = pinned.to(CUDA, non_blocking=True)
-            graph_of = Graph.of_batch(batch, facts=facts)
-        looped = Graph.of(batch.edge_index, batch.num_nodes, self_loops=True)
-        tiles = [block_sparse.of(graph_of, side, 64, False) for side in ("targets", "sources")]
-        assert looped.csc.max_degree > 0
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
-    assert_same(graph_of, checked)
-    for side, found in zip(("targets", "sources"), tiles):
-        want = block_sparse.of(checked, side, 64, False) if diagonal_blocks(checked) is not None else None
-        assert found.num_windows > 0
-    # The variant with loops takes its order from the graph without, which lives with its batch.
-    kept = Batch.from_data_list(data).to(CUDA)
-    want = Graph.of_batch(kept, self_loops=True)
-    assert all(torch.equal(a, b) for a, b in zip(looped.csc.arrays, want.csc.arrays))
 
 
 def test_prefetched_batches_are_whole():
