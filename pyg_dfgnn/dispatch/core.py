@@ -327,7 +327,7 @@ def _report(option: Option, direction: str, fallback: str, setting: str) -> None
 
 def choose(
     family: Family,
-    problem: Any,
+    problem: Problem,
     graph: Graph,
     directions: Sequence[str],
     settings: Settings,
@@ -422,7 +422,7 @@ def _with_seconds(offers: Mapping[str, Option], seconds: Mapping[str, float]) ->
 
 def explain(
     family: Family,
-    problem: Any,
+    problem: Problem,
     graph: Graph,
     trained: bool,
     settings: Settings | None = None,

@@ -6,7 +6,7 @@ from torch_geometric import EdgeIndex
 from torch_geometric.data import Batch, Data
 from torch_geometric.utils import remove_self_loops
 
-from pyg_dfgnn.graph import DeviceDataset, Graph, SortEdges
+from pyg_dfgnn.graph import DeviceDataset, Graph
 from pyg_dfgnn.graph.chunks import heavy_rows, row_order
 from pyg_dfgnn.graph.derived import tensors_of
 from pyg_dfgnn.reference.zoo import hub, random, zoo
@@ -92,9 +92,7 @@ def test_other_forms(form):
 
 
 def test_batch():
-    data = [
-        SortEdges()(Data(edge_index=c.edge_index, num_nodes=c.num_src)) for c in zoo() if c.num_src == c.num_dst > 0
-    ]
+    data = [Data(edge_index=c.edge_index, num_nodes=c.num_src) for c in zoo() if c.num_src == c.num_dst > 0]
     batch = Batch.from_data_list(data).to("cuda")
     graph = Graph.of_batch(batch, self_loops=True)
     check_graph(graph, with_loops(batch.edge_index, batch.num_nodes, batch.num_nodes), *[batch.num_nodes] * 2)

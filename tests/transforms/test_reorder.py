@@ -20,7 +20,7 @@ import pyg_dfgnn.nn as ours
 from pyg_dfgnn.graph import DeviceDataset, Graph
 from pyg_dfgnn.graph.reorder import METHODS
 from pyg_dfgnn.reference.zoo import ZOO, random, zoo
-from pyg_dfgnn.transforms import Reorder, SortEdges, break_even_epochs, restore_order
+from pyg_dfgnn.transforms import Reorder, break_even_epochs, restore_order
 
 GRAPHS = [*(graph for graph in zoo() if graph.num_src == graph.num_dst), random(8, 8, 8, seed=4)]
 COO, CSR, CSC = torch.sparse_coo, torch.sparse_csr, torch.sparse_csc
@@ -309,8 +309,6 @@ def test_what_cannot_be_reordered_is_refused():
         reorder(HeteroData())
     with pytest.raises(ValueError, match=r"apply Reorder before batches are made \(got 'batch'\)"):
         reorder(Batch.from_data_list([data, data]))
-    with pytest.raises(ValueError, match="'data' needs Reorder before SortEdges"):
-        reorder(SortEdges()(data))
     with pytest.raises(TypeError, match=r"'data' needs a tensor 'edge_index' or a sparse 'adj_t' \(got \['x'\]\)"):
         reorder(Data(x=data.x))
     data.seed_index = torch.tensor([9])

@@ -283,8 +283,7 @@ def _plan_pass(problem: AttentionProblem, direction: str, graph: Graph) -> RowSp
         longest = max(1, int(sweep.pieces * ORDERED_EDGES))
         return RowSplitPlan(constants, longest, max(counted, blocks) if smaller else counted)
     max_edges = max_edges_of(rows.num_edges, rows.max_degree)
-    # A list of chunks asks the device for its length, which a batch that came without a sync should not.
-    joined = None if graph.facts is not None else _joined(problem, constants, direction, rows, max_edges)
+    joined = _joined(problem, constants, direction, rows, max_edges)
     if joined is not None:
         return joined
     if rows.max_degree > max_edges:
