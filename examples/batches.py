@@ -1,30 +1,44 @@
-"""Batches of small graphs whose edges are sorted once per data set, not per batch: python examples/batches.py"""
+"""Batches of small graphs in training steps that run as one launch each on a GPU: python examples/batches.py"""
 
 import torch
 from torch_geometric.data import Data
 from torch_geometric.loader import DataLoader
-from torch_geometric.nn import global_mean_pool
 
-from pyg_dfgnn import Graph
-from pyg_dfgnn.nn import TransformerConv
-from pyg_dfgnn.transforms import SortEdges
+import pyg_dfgnn
+from pyg_dfgnn.nn import TransformerConv, global_mean_pool
 
 
-def main(num_graphs: int = 64) -> torch.Tensor:
-    """Return one row per graph of the last batch."""
+class Model(torch.nn.Module):
+    """Two classes of graphs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = TransformerConv(16, 8, heads=4)
+        self.lin = torch.nn.Linear(32, 2)
+
+    def forward(self, batch: Data) -> torch.Tensor:
+        x = self.conv(batch.x, batch.edge_index).relu()
+        return self.lin(global_mean_pool(x, batch.batch, batch.num_graphs))
+
+
+def main(num_graphs: int = 64, epochs: int = 5) -> torch.Tensor:
+    """Return the loss of each step."""
     torch.manual_seed(0)
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    sort = SortEdges()  # of a data set: transform=SortEdges(), after all others
     sizes = torch.randint(10, 40, (num_graphs,)).tolist()
-    graphs = [sort(Data(x=torch.randn(n, 16), edge_index=torch.randint(n, (2, 4 * n)))) for n in sizes]
-    conv = TransformerConv(16, 8, heads=4).to(device)
-    for batch in DataLoader(graphs, batch_size=16):
-        batch = batch.to(device)
-        graph = Graph.of_batch(batch)
-        # Layers find the graph by batch.edge_index, too.
-        pooled = global_mean_pool(conv(batch.x, graph), batch.batch)
-    print(pooled.shape)
-    return pooled
+    graphs = [
+        Data(x=torch.randn(n, 16), edge_index=torch.randint(n, (2, 4 * n)), y=torch.tensor([n // 25])) for n in sizes
+    ]
+    loader = DataLoader(graphs, batch_size=16, shuffle=True)
+    model = Model().to("cuda" if torch.cuda.is_available() else "cpu")
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+
+    def loss(out: torch.Tensor, batch: Data) -> torch.Tensor:
+        return torch.nn.functional.cross_entropy(out, batch.y)
+
+    step = pyg_dfgnn.capture_step(model, loss, optimizer, loader, forward=lambda model, batch: model(batch))
+    losses = torch.stack([step(batch) for _ in range(epochs) for batch in loader])
+    print(f"loss {losses[0]:.3f} to {losses[-1]:.3f}")
+    return losses
 
 
 if __name__ == "__main__":

@@ -14,7 +14,7 @@ from torch_geometric.data import Data
 import pyg_dfgnn
 import pyg_dfgnn.nn as ours
 from pyg_dfgnn.capture import Capacity, CapturedStep, capture_step
-from pyg_dfgnn.graph import BatchFacts, DeviceDataset, EdgeSet, Graph, SortEdges
+from pyg_dfgnn.graph import DeviceDataset, EdgeSet, Graph
 from pyg_dfgnn.ir import D, R, Rows, S, relational, sum_to
 from pyg_dfgnn.ops import edge_attention
 from pyg_dfgnn.ops.function import runner_of
@@ -89,8 +89,6 @@ HELD = {
     "description of a sum": lambda: described(ours.SAGEConv(FEATURES, 4, aggr="max")),
     "description of a program": lambda: described(ours.RGCNConv(FEATURES, 4, 3), KIND),
     "capacity": lambda: Capacity(3, (1.0, 2.0), (3.0, 4.0)),
-    "facts": lambda: BatchFacts.of(SortEdges()(Data(edge_index=EDGES, num_nodes=NUM_NODES))),
-    "SortEdges": SortEdges,
     "Reorder": Reorder,
     "DeviceDataset": lambda: DeviceDataset([Data(x=X, edge_index=EDGES)]),
     "layers": a_model,

@@ -30,7 +30,7 @@ from pyg_dfgnn.bench.generators import chung_lu
 from pyg_dfgnn.capture import CapturedStep, Recorder, Step
 from pyg_dfgnn.datasets import pattern
 from pyg_dfgnn.distributed import Group, PartitionedGraph, edges_of, own_share, partition, wrap
-from pyg_dfgnn.graph import Graph, SortEdges
+from pyg_dfgnn.graph import Graph
 from pyg_dfgnn.paths import configs_dir
 from pyg_dfgnn.training.report import write_rows
 from pyg_dfgnn.training.run import train
@@ -192,7 +192,7 @@ def throughput(group: Group, small: bool) -> list[Result]:
         "GT, 8 attention layers": lambda: models.TransformerStack(3, 2, convs, layers=2 if small else 8),
         "GT, 10 blocks": lambda: models.GraphTransformer(3, 2, convs, layers=1 if small else 10),
     }
-    graphs = pattern(num_graphs, 1, 1, max_size=8 if small else 34).map(SortEdges()).splits["train"]
+    graphs = pattern(num_graphs, 1, 1, max_size=8 if small else 34).splits["train"]
     for graph in graphs:
         # In place of encodings, which take long to make.
         graph.pe = torch.randn(graph.x.size(0), 2)

@@ -162,21 +162,17 @@ def work(options: Options, cells: Sequence[Cell]) -> Iterator[Message]:
     The first cell that is measured becomes the reference that the others are compared with.
     """
     torch.set_float32_matmul_precision("highest")
-    sources: dict[bool, Source] = {}
+    source: Source | None = None
     reference: Reference | None = None
     for cell in cells:
         yield None
-        sort_edges = cell.backend.sort_edges
         try:
-            if sort_edges not in sources:
-                task = next(iter(sources.values())).task if sources else _task(options, cell)
-                on_gpu = options.device.type == "cuda"
-                sources[sort_edges] = Source.of(task, options.batch_size, sort_edges, pinned=on_gpu)
+            if source is None:
+                source = Source.of(_task(options, cell), options.batch_size, pinned=options.device.type == "cuda")
         except (FileNotFoundError, ImportError, ValueError) as error:
             yield {**cell_columns(options, cell), "status": f"not run: {error}"}
             continue
         yield None
-        source = sources[sort_edges]
         base = {**cell_columns(options, cell), **source_columns(source)}
         setup = Setup(options.model, options.optimizer, source, options.pace, options.device)
         try:

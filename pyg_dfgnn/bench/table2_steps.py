@@ -22,7 +22,7 @@ from pyg_dfgnn.bench.timing import Timer, Timing
 from pyg_dfgnn.capture import Capacity, CapturedStep, Step
 from pyg_dfgnn.datasets import Task
 from pyg_dfgnn.errors import check_range
-from pyg_dfgnn.graph import BatchFacts, Graph, SortEdges
+from pyg_dfgnn.graph import Graph
 from pyg_dfgnn.training.metrics import IGNORED
 from pyg_dfgnn.training.run import make_model, make_optimizer
 from pyg_dfgnn.training.step import make_step
@@ -43,8 +43,8 @@ TURN = 5
 """Steps of a backend before the other has its turn."""
 
 
-Prepare = Callable[[Data, Data], Any]
-"""Called with a batch on the host and on its device."""
+Prepare = Callable[[Data], Any]
+"""Called with a batch on the device."""
 
 
 class Phases:
@@ -102,7 +102,7 @@ class Source:
     batches: list[Data]
 
     @staticmethod
-    def of(task: Task, batch_size: int, sort_edges: bool, pinned: bool) -> Source:
+    def of(task: Task, batch_size: int, pinned: bool) -> Source:
         """The training graphs of a task in batches; the training nodes of a task that is one graph."""
         graphs, batches = task.splits["train"], []
         if task.full_graph:
@@ -112,7 +112,6 @@ class Source:
             batches = [batch]
         else:
             graphs = [Data(**{key: graph[key] for key in READ if key in graph}) for graph in graphs]
-            graphs = [SortEdges()(graph) for graph in graphs] if sort_edges else graphs
             starts = range(0, len(graphs), batch_size)
             batches = [Batch.from_data_list(graphs[start : start + batch_size]) for start in starts]
         return Source(task, [batch.pin_memory() for batch in batches] if pinned else batches)
@@ -125,7 +124,6 @@ class Backend:
     Attributes:
         name: Choice of `backend`.
         convs: Module that holds the convs.
-        sort_edges: Whether graphs are sorted once, so that no batch is.
         settings: Of the package.
         compile: Whether the model is compiled.
         cuda_graph: Whether the step is captured.
@@ -133,7 +131,6 @@ class Backend:
 
     name: str
     convs: str
-    sort_edges: bool
     settings: dict[str, Any]
     compile: bool
     cuda_graph: bool
@@ -145,20 +142,22 @@ class Backend:
     def preparation(self, model: nn.Module) -> Prepare:
         """What is done with a batch on its device before the model sees it; found again by its `edge_index`."""
         if self.is_ours:
-            return lambda host, batch: _graph(host, batch).csc
+            return self._compress
         compress = getattr(importlib.import_module(self.convs), "compress", None)
         if compress is not None:
             loops = any(getattr(m, "add_self_loops", False) or getattr(m, "self_loops", False) for m in model.modules())
-            return lambda host, batch: compress(batch.edge_index, batch.num_nodes, loops)
-        return lambda host, batch: None
+            return lambda batch: compress(batch.edge_index, batch.num_nodes, loops)
+        return lambda batch: None
 
+    def _compress(self, batch: Data) -> None:
+        """Make the graph without self-loops, which layers that store some add to it, by target and by source.
 
-def _graph(host: Data, batch: Data) -> Graph:
-    """The graph without self-loops, which layers that store some add to it."""
-    if not isinstance(batch, Batch):
-        return Graph.of(batch.edge_index, batch.num_nodes)
-    facts = BatchFacts.of(host) if "csr_facts" in host else None
-    return Graph.of_batch(batch, facts=facts)
+        A captured step does so itself with the batches that it takes.
+        """
+        if not isinstance(batch, Batch):
+            Graph.of(batch.edge_index, batch.num_nodes).csc  # noqa: B018
+        elif not self.cuda_graph:
+            Graph.of_batch(batch).csc  # noqa: B018
 
 
 @dataclass(frozen=True)
@@ -492,6 +491,6 @@ class _Turns:
         # New tensors each time, on a CPU too, so that nothing known of an earlier batch is found again.
         batch = copy(host).apply(lambda tensor: tensor.to(self.device, non_blocking=True, copy=True))
         self.phases("transfer")
-        self.prepare(host, batch)
+        self.prepare(batch)
         self.phases("preprocess")
         return batch

@@ -15,10 +15,8 @@ from torch_geometric.nn import norm as graph_norms
 
 from pyg_dfgnn.distributed.norm import batch_norm_kernels
 from pyg_dfgnn.errors import check_device, check_dtype, check_range, check_shape
-from pyg_dfgnn.graph import BatchFacts, DeviceDataset, Graph, RefilledGraph, StaticGraph, StaticGroups
-from pyg_dfgnn.graph.facts import BY_SOURCE, FACTS, IN_DEGREE, OUT_DEGREE
+from pyg_dfgnn.graph import DeviceDataset, RefilledGraph, StaticGroups
 from pyg_dfgnn.graph.forms import INDEX_DTYPES
-from pyg_dfgnn.nn.gate import FusedConv
 from pyg_dfgnn.nn.visits import refilled
 from pyg_dfgnn.ops.eager import differentiable, differentiated
 from pyg_dfgnn.ops.graph import refill, reports
@@ -26,7 +24,7 @@ from pyg_dfgnn.ops.graph import refill, reports
 IGNORED = -100
 """Label that losses and metrics leave out, such as of padding; torch's default `ignore_index`."""
 # A bucket has edges of its own, and no offsets of graphs.
-_NOT_COPIED = ("edge_index", "num_nodes", "ptr", BY_SOURCE, FACTS, IN_DEGREE, OUT_DEGREE)
+_NOT_COPIED = ("edge_index", "num_nodes", "ptr")
 # A bucket exceeds the mean batch by this many standard deviations plus this share of it, doubled with each level.
 _DEVIATIONS, _SHARE = 3.0, 1 / 64
 # These norms compare the nodes of a graph or batch, so that padding would change their statistics.
@@ -224,7 +222,6 @@ class Bucket:
 
     Args:
         batch: The first batch, whose attributes the bucket has.
-        graph: The graph of the first batch, if its graphs went through `SortEdges` and the convs are ours.
         capacity: Sizes of the batches.
         level: Level of the bucket in `capacity`.
 
@@ -233,8 +230,8 @@ class Bucket:
         is_checked: Whether the loss was seen to leave out padding.
     """
 
-    def __init__(self, batch: Data, graph: Graph | None, capacity: Capacity, level: int) -> None:
-        self.level, self.is_checked = level, False
+    def __init__(self, batch: Data, capacity: Capacity, level: int) -> None:
+        self.is_checked = False
         self.num_nodes, self.num_edges = capacity.sizes(level)
         # The last graph holds the padding. Rows tell by their number whether they are nodes or graphs.
         self.num_graphs = capacity.num_graphs + (2 if capacity.num_graphs + 1 == self.num_nodes else 1)
@@ -248,13 +245,10 @@ class Bucket:
         like = batch.x if isinstance(batch.x, Tensor) else torch.empty(0, device=batch.edge_index.device)
         self.mask = RowMask(self.num_nodes, like)
         self.groups = StaticGroups(self.batch.batch, self.num_graphs)
-        self.static: StaticGraph | None = None
         self.batch_sizes = self.batch.edge_index.new_zeros(2, dtype=torch.int64)
         self.graphs: list[RefilledGraph] = []
         edge_index = self.batch.edge_index
-        if graph is not None:
-            self.static = StaticGraph(graph, edge_index, self.num_nodes, self.num_graphs)
-        elif edge_index.dtype in INDEX_DTYPES:
+        if edge_index.dtype in INDEX_DTYPES:
             sizes = self.batch_sizes, self.num_nodes
             kinds = [(loops, transposed) for loops in (False, True) for transposed in (False, True)]
             self.graphs = [RefilledGraph(edge_index, *sizes, *kind, refill) for kind in kinds]
@@ -262,14 +256,8 @@ class Bucket:
     def __repr__(self) -> str:
         return f"Bucket({self.num_graphs} graphs, {self.num_nodes} nodes, {self.num_edges} edges)"
 
-    def takes(self, graph: Graph | None, level: int) -> bool:
-        """Return whether the bucket has this level and takes a batch with this graph."""
-        if level != self.level or (self.static is None) != (graph is None):
-            return False
-        return self.static is None or graph is None or self.static.takes(graph)
-
-    def put(self, batch: Data, graph: Graph | None) -> None:
-        """Copy a batch that the bucket :meth:`takes` into the tensors, and fill the rest with padding.
+    def put(self, batch: Data) -> None:
+        """Copy a batch of the bucket's level into the tensors, and fill the rest with padding.
 
         Raises:
             TypeError: An attribute of the first batch is missing, or of another dtype.
@@ -296,15 +284,10 @@ class Bucket:
         self.mask.set(counts["node"])
         for place, count in enumerate((edges, counts["node"])):
             self.batch_sizes[place].fill_(count)
-        if self.static is not None:
-            assert graph is not None
-            self.static.put(graph)
 
     def register(self) -> None:
         """Let layers find what belongs to the tensors as they are now."""
         self.groups.register(self.batch.batch)
-        if self.static is not None:
-            self.static.register()
         for graph in self.graphs:
             graph.register()
 
@@ -349,25 +332,11 @@ class Buckets:
                 raise ValueError(f"'model' needs BatchNorm1d or LayerNorm with padding (got {type(module).__name__})")
         self.device = next(model.parameters()).device
         self.capacity = capacity
-        self.has_kernels = any(isinstance(module, FusedConv) for module in model.modules())
-        self.buckets: list[Bucket] = []
+        self.buckets: dict[int, Bucket] = {}
 
     def move(self, batch: Data) -> Data:
-        """Return a batch on the model's device, with its graph if its edges are sorted.
-
-        What the host knows of a sorted batch that was moved before is read from the device, for which the host waits.
-        """
-        is_sorted = self.has_kernels and FACTS in batch
-        if batch.edge_index.device.type == "cpu":
-            return move_batch(batch, self.device, is_sorted)
-        if is_sorted and self._known(batch) is None:
-            _build(batch, BatchFacts.of(batch))
-        return batch
-
-    def _known(self, batch: Data) -> Graph | None:
-        """Return the graph of a batch of sorted graphs that was made with facts, for convs of ours."""
-        graph = Graph.known(batch.edge_index, batch.num_nodes, batch.num_nodes, False, False)
-        return graph if graph is not None and graph.facts is not None and self.has_kernels else None
+        """Return a batch on the model's device; one that is on another GPU stays there."""
+        return batch.to(self.device, non_blocking=True) if batch.edge_index.device.type == "cpu" else batch
 
     def place(self, batch: Data) -> Bucket:
         """Put a batch on the device into a bucket.
@@ -382,13 +351,11 @@ class Buckets:
         check_device("data.edge_index", batch.edge_index, self.device)
         check_range("num_graphs", batch.num_graphs, 1, self.capacity.num_graphs)
         reports(self.device.type).check()
-        graph = self._known(batch)
         level = self.capacity.level(batch)
-        bucket = next((bucket for bucket in self.buckets if bucket.takes(graph, level)), None)
+        bucket = self.buckets.get(level)
         if bucket is None:
-            bucket = Bucket(batch, graph, self.capacity, level)
-            self.buckets.append(bucket)
-        bucket.put(batch, graph)
+            bucket = self.buckets[level] = Bucket(batch, self.capacity, level)
+        bucket.put(batch)
         return bucket
 
     @contextmanager
@@ -403,19 +370,3 @@ class Buckets:
         finally:
             for module in self.norms:
                 module.mask = None
-
-
-def move_batch(batch: Data, device: torch.device, is_sorted: bool) -> Data:
-    """Move a collated batch from the host to a device, with its graph if `SortEdges` has sorted the edges."""
-    facts = BatchFacts.of(batch) if is_sorted else None
-    batch = batch.to(device, non_blocking=True)
-    if facts is not None:
-        _build(batch, facts)
-    return batch
-
-
-def _build(batch: Data, facts: BatchFacts) -> None:
-    """Build the graph of a batch from what the host knows of it; layers find it by `batch.edge_index`."""
-    assert batch.edge_index is not None
-    batch.edge_index = batch.edge_index.long()
-    Graph.of_batch(batch, facts=facts)

@@ -6,7 +6,6 @@ knows no family.
 """
 
 import logging
-import math
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -36,9 +35,6 @@ fused_device_types = {"cuda"}
 
 _HAS_CUPY = find_spec("cupy") is not None
 _logger = logging.getLogger("pyg_dfgnn")
-# What was decided for batches of a kind, see `_kind`.
-_decided: dict[Any, Any] = {}
-_MAX_KINDS = 4096
 _logged: set[tuple[str, str, str]] = set()
 
 
@@ -77,7 +73,7 @@ class Candidate(Protocol):
     deterministic: bool
     """Whether its results are the same in every run."""
     refillable: bool
-    """Whether its launches stay valid when other edges are put into the arrays of a static graph."""
+    """Whether its launches stay valid when other edges are put into the arrays of the graph."""
 
     def reasons_against(self, problem: Any, direction: str, graph: Graph) -> list[str]:
         """Return every reason why it cannot run a pass; empty when it can."""
@@ -248,36 +244,6 @@ def _is_strict(settings: Settings) -> bool:
     return torch.are_deterministic_algorithms_enabled() if settings.deterministic is None else settings.deterministic
 
 
-def kind_of(what: Any, problem: Problem, graph: Graph, settings: Settings) -> Any:
-    """Return what batches have in common for which `what` is decided once; None where each graph is decided alone.
-
-    Sizes count by eighths of an octave, degrees and the largest graph by halves. Where results must be the same in
-    every run no batch follows another, because which one comes first may differ. Of the settings nothing else decides.
-    """
-    facts = graph.facts
-    if facts is None or settings.schedule != "auto" or _is_strict(settings):
-        return None
-    sizes = (round(8 * math.log2(size + 1)) for size in (graph.num_dst, graph.num_edges))
-    most = (round(2 * math.log2(n + 1)) for n in (facts.max_in_degree, facts.max_out_degree, facts.max_nodes))
-    return what, problem, facts.is_simple, *sizes, *most
-
-
-def decide_once(kind: Any, decide: Callable[[], T]) -> T:
-    """Return what was decided for a kind of batches (:func:`kind_of`), or decide and remember it."""
-    decision = None if kind is None else _decided.get(kind)
-    if decision is None:
-        decision = decide()
-        _remember(kind, decision)
-    return decision  # type: ignore[return-value]
-
-
-def _remember(kind: Any, decision: Any) -> None:
-    if kind is not None:
-        if len(_decided) >= _MAX_KINDS:
-            _decided.clear()
-        _decided[kind] = decision
-
-
 def options(
     family: Family,
     problem: Any,
@@ -361,7 +327,7 @@ def _report(option: Option, direction: str, fallback: str, setting: str) -> None
 
 def choose(
     family: Family,
-    problem: Any,
+    problem: Problem,
     graph: Graph,
     directions: Sequence[str],
     settings: Settings,
@@ -393,38 +359,25 @@ def choose(
     if rule is not None:
         name, reason = rule(problem, graph, directions)
     if name in RULES or name not in family.by_name:
-        return _by_time(family, problem, graph, directions, settings, explain)
+        return _by_time(family, problem, graph, directions, settings)
     return _by_name(family, name, reason, problem, graph, directions, settings, explain)
 
 
 def _by_time(
-    family: Family, problem: Any, graph: Graph, directions: Sequence[str], settings: Settings, explain: bool
+    family: Family, problem: Any, graph: Graph, directions: Sequence[str], settings: Settings
 ) -> tuple[Choice, ...]:
-    """Return the fastest candidates, or what another batch of the kind took."""
-    kind = kind_of(directions, problem, graph, settings)
-    names = _decided.get(kind)
-    per_direction, taken = [], None
-    if names is not None:
-        per_direction = options(family, problem, graph, directions, settings, tuple(dict.fromkeys(names)))
-        taken = [offers[name] for offers, name in zip(per_direction, names, strict=True)]
-        if any(option.reasons for option in taken):
-            taken = None
-    if taken is None or explain:
-        per_direction = options(family, problem, graph, directions, settings)
-    final, reason = True, "as for another batch of its kind"
-    if taken is None:
-        reason = f"the lowest estimate of {len(family.candidates)} candidates"
-        if settings.schedule == "autotune":
-            seconds = store.recall(store.key_of(family, problem, graph, directions, per_direction))
-            final, reason = seconds is not None, "the fastest of all candidates that can run"
-            if seconds is None:
-                reason = "the lowest estimate: not timed yet, and no timing is taken while a graph is captured"
-            else:
-                timed = zip(per_direction, directions, strict=True)
-                per_direction = [_with_seconds(offers, seconds[direction]) for offers, direction in timed]
-        taken = cheapest(family, per_direction)
-        if not explain:
-            _remember(kind, tuple(option.schedule for option in taken))
+    """Return the fastest candidates."""
+    per_direction = options(family, problem, graph, directions, settings)
+    final, reason = True, f"the lowest estimate of {len(family.candidates)} candidates"
+    if settings.schedule == "autotune":
+        seconds = store.recall(store.key_of(family, problem, graph, directions, per_direction))
+        final, reason = seconds is not None, "the fastest of all candidates that can run"
+        if seconds is None:
+            reason = "the lowest estimate: not timed yet, and no timing is taken while a graph is captured"
+        else:
+            timed = zip(per_direction, directions, strict=True)
+            per_direction = [_with_seconds(offers, seconds[direction]) for offers, direction in timed]
+    taken = cheapest(family, per_direction)
     return tuple(
         _choice(family, direction, option, reason, final, offers)
         for direction, option, offers in zip(directions, taken, per_direction, strict=True)
@@ -469,7 +422,7 @@ def _with_seconds(offers: Mapping[str, Option], seconds: Mapping[str, float]) ->
 
 def explain(
     family: Family,
-    problem: Any,
+    problem: Problem,
     graph: Graph,
     trained: bool,
     settings: Settings | None = None,

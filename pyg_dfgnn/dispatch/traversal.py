@@ -170,8 +170,6 @@ def is_local(graph: Graph, direction: str, cache_rows: int) -> bool:
         cache_rows: Columns that the cache holds.
     """
     cache_rows = max(1, int(LOCAL_SHARE * cache_rows))
-    if graph.facts is not None:
-        return graph.facts.max_nodes <= cache_rows
     rows = graph.side(direction)
 
     def build() -> float:

@@ -13,8 +13,6 @@ from torch_geometric.loader import DataLoader
 
 from pyg_dfgnn.distributed.group import Group
 from pyg_dfgnn.errors import check_range
-from pyg_dfgnn.graph import SortEdges
-from pyg_dfgnn.graph.batch import BY_SOURCE
 
 
 def own_share(batch: Tensor, group: Group, costs: Tensor | None = None) -> Tensor:
@@ -74,7 +72,7 @@ def empty_graph(graph: Data) -> Data:
     """
     empty = graph.subgraph(torch.zeros(graph.num_nodes or 0, dtype=torch.bool))
     empty.y = torch.full_like(empty.y, 0.0 if empty.y.is_floating_point() else -100)
-    return SortEdges()(empty) if BY_SOURCE in empty else empty
+    return empty
 
 
 def edges_of(graphs: Sequence[Data]) -> Tensor:

@@ -1,26 +1,20 @@
 """Graphs as cached CSR and CSC, from every form of edges that PyG takes."""
 
 from pyg_dfgnn.graph.adjacency import Adjacency
-from pyg_dfgnn.graph.batch import SortEdges
 from pyg_dfgnn.graph.chunks import Chunks
 from pyg_dfgnn.graph.device_dataset import DeviceDataset
 from pyg_dfgnn.graph.edge_set import EdgeSet
-from pyg_dfgnn.graph.facts import BatchFacts
 from pyg_dfgnn.graph.graph import Graph
-from pyg_dfgnn.graph.refilled import RefilledGraph
+from pyg_dfgnn.graph.refilled import RefilledGraph, StaticGroups
 from pyg_dfgnn.graph.relations import compact_rows
-from pyg_dfgnn.graph.static import StaticGraph, StaticGroups
 
 __all__ = [
     "Adjacency",
-    "BatchFacts",
     "Chunks",
     "DeviceDataset",
     "EdgeSet",
     "Graph",
     "RefilledGraph",
-    "SortEdges",
-    "StaticGraph",
     "StaticGroups",
     "compact_rows",
 ]

@@ -45,7 +45,6 @@ class Adjacency:
         max_degree: Edges of the longest row.
         rows: Domain of the rows.
         cols: Domain of the columns.
-        is_trusted: Whether bounds must do where exact facts would take a host sync.
         num_rows: Number of rows.
         num_edges: Number of edges E.
     """
@@ -57,7 +56,6 @@ class Adjacency:
     max_degree: int
     rows: str = "targets"
     cols: str = "sources"
-    is_trusted: bool = False
     num_rows: int = field(init=False)
     num_edges: int = field(init=False)
 

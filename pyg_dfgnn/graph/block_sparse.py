@@ -7,7 +7,7 @@ in its rows.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -32,10 +32,6 @@ from pyg_dfgnn.graph.node_ranges import TILE_ROWS, DiagonalBlocks, ceil_div, dia
 
 BLOCK = 32
 """Columns of a block: one word of bits per row."""
-KEY = "block_sparse"
-"""Where the first part of a key says so, a derived value is a :class:`BlockSparse`."""
-SIMPLE = "is_simple"
-"""Key of :func:`is_simple`."""
 SAMPLED_EDGES = 1 << 22
 """Edges that a sample may have, if they are more than an eighth of all."""
 
@@ -86,21 +82,9 @@ def of(graph: Graph, direction: str, rows: int, compact: bool) -> BlockSparse:
 
     def build() -> BlockSparse:
         blocks = None if compact else diagonal_blocks(graph)
-        stored = None if compact else stored_bits(graph)
-        bits = None if stored is None else stored(domain, rows)
-        return make_blocks(graph.side(direction), rows, blocks, bits)
+        return make_blocks(graph.side(direction), rows, blocks)
 
-    return graph.derived((KEY, domain, rows, compact), build)
-
-
-def stored_bits(graph: Graph, bits: Callable[[str, int], Tensor] | None = None) -> Callable[[str, int], Tensor] | None:
-    """Return what gives the bits of the blocks of (domain, rows), where the maker of a batch keeps them ready.
-
-    Args:
-        graph: The graph of the batch.
-        bits: What the maker of the batch leaves with the graph, before anything else asks.
-    """
-    return graph.derived("stored_bits", lambda: bits)
+    return graph.derived(("block_sparse", domain, rows, compact), build)
 
 
 def is_simple(graph: Graph) -> bool:
@@ -112,13 +96,11 @@ def is_simple(graph: Graph) -> bool:
         yield transpose(graph.csr.arrays, graph.num_src, False)
 
     def build() -> bool:
-        if graph.facts is not None:
-            return graph.facts.is_simple
         # Copies of an edge are neighbours where the columns of a row ascend, in the last order if in no other.
         answers = (order_of_columns(arrays) for arrays in orders())
         return next(not repeats for ascends, repeats in answers if ascends)
 
-    return graph.derived(SIMPLE, build)
+    return graph.derived("is_simple", build)
 
 
 def counts(graph: Graph, direction: str, rows: int, compact: bool) -> BlockCounts:
@@ -131,9 +113,8 @@ def counts(graph: Graph, direction: str, rows: int, compact: bool) -> BlockCount
             side = graph.side(direction)
             area = BLOCK * rows * max(_sampled_fill(graph, domain, rows), 1e-9)
             return BlockCounts(-(-side.num_rows // rows), round(side.num_edges / area), most_columns(side, rows))
-        sizes = diagonal.ptr.diff() if diagonal.sizes is None else diagonal.sizes
-        sums = ceil_div(sizes, rows).sum(), block_count(sizes, rows).sum()
-        num_windows, num_blocks = pull(*sums) if diagonal.sizes is None else map(int, sums)
+        sizes = diagonal.ptr.diff()
+        num_windows, num_blocks = pull(ceil_div(sizes, rows).sum(), block_count(sizes, rows).sum())
         return BlockCounts(num_windows, num_blocks, diagonal.longest)
 
     return graph.derived(("block_counts", domain, rows, compact), build)
@@ -236,27 +217,24 @@ def _list_columns(side: Adjacency, window_of: Tensor, num_windows: int) -> tuple
     return columns, begin.diff(), row, place
 
 
-def make_blocks(side: Adjacency, rows: int, diagonal: DiagonalBlocks | None, bits: Tensor | None = None) -> BlockSparse:
-    """Return the dense blocks of an adjacency; no host sync where the host knows the sizes of the diagonal blocks.
+def make_blocks(side: Adjacency, rows: int, diagonal: DiagonalBlocks | None) -> BlockSparse:
+    """Return the dense blocks of an adjacency.
 
     Args:
         side: The adjacency.
         rows: Rows of a window.
         diagonal: The diagonal blocks whose nodes are the columns; None lists the columns that occur.
-        bits: `BlockSparse.bits` where they are known, with diagonal blocks.
     """
     device = side.rowptr.device
-    sizes = None if diagonal is None else diagonal.sizes
     if diagonal is None:
         everything = torch.tensor([0, side.num_rows], dtype=torch.int32, device=device)
         first, last, _ = _windows(everything, rows, -(-side.num_rows // rows))
     else:
-        first, last, of = _windows(diagonal.ptr, rows, None if sizes is None else int(ceil_div(sizes, rows).sum()))
+        first, last, of = _windows(diagonal.ptr, rows, None)
     num_windows = first.numel()
-    window_of = expand(torch.cat([first, last[-1:]]), side.num_rows) if bits is None else None
+    window_of = expand(torch.cat([first, last[-1:]]), side.num_rows)
     row_of = None
     if diagonal is None:
-        assert window_of is not None
         distinct, count, row_of, place = _list_columns(side, window_of, num_windows)
         begin = from_degree(count)[:-1]
     else:
@@ -264,10 +242,7 @@ def make_blocks(side: Adjacency, rows: int, diagonal: DiagonalBlocks | None, bit
         count = diagonal.ptr[of + 1] - begin
 
     first_block = from_degree(ceil_div(count, BLOCK))
-    if diagonal is not None and sizes is not None:
-        num_blocks, max_columns = int(block_count(sizes, rows).sum()), diagonal.longest
-    else:
-        num_blocks, max_columns = pull(first_block[-1], count.max() if num_windows else first_block[-1])
+    num_blocks, max_columns = pull(first_block[-1], count.max() if num_windows else first_block[-1])
     columns = None
     if diagonal is None:
         owner = expand(first_block, num_blocks).long()
@@ -276,16 +251,14 @@ def make_blocks(side: Adjacency, rows: int, diagonal: DiagonalBlocks | None, bit
         columns = distinct[(begin[owner, None] + torch.minimum(column, count[owner, None] - 1)).long()].contiguous()
         del distinct
 
-    if window_of is not None:
-        bits = torch.zeros(num_blocks * rows, dtype=torch.int32, device=device)
-        for span in spans(side.num_edges):
-            row = rows_at(side.rowptr, numbers(span, side.rowptr)) if row_of is None else row_of[span]
-            window = window_of.index_select(0, row)
-            column = place[span] - begin.index_select(0, window)
-            word = (first_block.index_select(0, window) + column // BLOCK).long()
-            word.mul_(rows).add_(row).sub_(first.index_select(0, window))
-            bits.index_add_(0, word, torch.ones_like(column) << column % BLOCK)
-    assert bits is not None
+    bits = torch.zeros(num_blocks * rows, dtype=torch.int32, device=device)
+    for span in spans(side.num_edges):
+        row = rows_at(side.rowptr, numbers(span, side.rowptr)) if row_of is None else row_of[span]
+        window = window_of.index_select(0, row)
+        column = place[span] - begin.index_select(0, window)
+        word = (first_block.index_select(0, window) + column // BLOCK).long()
+        word.mul_(rows).add_(row).sub_(first.index_select(0, window))
+        bits.index_add_(0, word, torch.ones_like(column) << column % BLOCK)
     zero = torch.zeros_like(first)
     windows = torch.stack([first, last, first_block[:-1], count, begin.to(torch.int32), zero, zero, zero], dim=1)
     return BlockSparse(num_windows, num_blocks, max_columns, windows.contiguous(), columns, bits.view(num_blocks, rows))

@@ -24,7 +24,6 @@ from pyg_dfgnn.graph.adjacency import (
     pull,
     replace_self_loops,
 )
-from pyg_dfgnn.graph.facts import BatchFacts
 from pyg_dfgnn.graph.forms import INDEX_DTYPES, Edges, check_edge_index
 
 
@@ -39,7 +38,6 @@ class Built:
         stays: With replaced self-loops which input edges stay, bool [E].
         graph_ptr: Node offsets of the graphs of a batch, int32 [num_graphs + 1].
         max_graph_nodes: Nodes of the largest graph of a batch.
-        facts: What the host knows of a batch that it trusts.
     """
 
     csr: Adjacency
@@ -48,11 +46,10 @@ class Built:
     stays: Tensor | None = None
     graph_ptr: Tensor | None = None
     max_graph_nodes: int | None = None
-    facts: BatchFacts | None = None
 
 
 def moved(built: Built, move: Callable[[Tensor], Tensor]) -> Built:
-    """Return the result of a build with all arrays moved, which the host's facts are none of."""
+    """Return the result of a build with all arrays moved."""
 
     def side(of: Adjacency | None) -> Any:
         if of is None:
@@ -119,7 +116,7 @@ def build(edges: Edges, num_src: int, num_dst: int, *, self_loops: bool = False)
         raise ValueError("'edge_index' needs the order it claims: its targets do not ascend")
     csr = Adjacency(*arrays, num_src, max_degree)
     if self_loops:
-        return _with_loops(csr, None, pulled[-1])
+        return _with_loops(csr, pulled[-1])
     return Built(csr, source_sorted=bool(by_source))
 
 
@@ -141,7 +138,7 @@ def build_pieces(
     refuse_ids([*bounds[source], *bounds[target]], num_src, num_dst, num_edges)
     built = build(Edges(edges[source], edges[target]), num_src, num_dst)
     del edges
-    return add_loops(built.csr, None) if self_loops else built
+    return add_loops(built.csr) if self_loops else built
 
 
 def _read_pieces(
@@ -234,27 +231,22 @@ def _refuse_range(name: str, bounds: list[int], size_name: str, size: int, num_e
         raise IdRangeError(f"'{name}' needs values in [0, {size_name}={size}) (got {low} to {high})")
 
 
-def add_loops(csr: Adjacency, facts: BatchFacts | None) -> Built:
-    """Build the CSR with self-loops replaced: no sort and a host sync, none for a batch with facts.
+def add_loops(csr: Adjacency) -> Built:
+    """Build the CSR with self-loops replaced: no sort and a host sync.
 
     A second sync follows where some edges are loops already, or not all targets get one.
     """
     check_edges(csr.num_edges + min(csr.num_rows, csr.num_cols))
-    if facts is not None:
-        return _with_loops(csr, facts, int(facts.loops.sum()))
     (are_loops,) = pull(count_loops(csr.arrays))
-    return _with_loops(csr, None, are_loops)
+    return _with_loops(csr, are_loops)
 
 
-def _with_loops(csr: Adjacency, facts: BatchFacts | None, are_loops: int) -> Built:
+def _with_loops(csr: Adjacency, are_loops: int) -> Built:
     """Replace the self-loops of a CSR, of whose edges `are_loops` are some."""
     num_loops = min(csr.num_rows, csr.num_cols)
     arrays, stays = replace_self_loops(csr.arrays, num_loops, csr.num_edges - are_loops)
-    looped = None if facts is None else facts.with_loops()
-    if looped is not None:
-        max_degree = looped.max_in_degree
-    elif are_loops or num_loops < csr.num_rows:
+    if are_loops or num_loops < csr.num_rows:
         (max_degree,) = pull(longest(arrays.rowptr))
     else:
         max_degree = csr.max_degree + min(num_loops, 1)
-    return Built(Adjacency(*arrays, csr.num_cols, max_degree, is_trusted=csr.is_trusted), stays=stays, facts=looped)
+    return Built(Adjacency(*arrays, csr.num_cols, max_degree), stays=stays)

@@ -163,9 +163,7 @@ def column_blocks(graph: Derived, side: Adjacency, count: int, max_edges: int, o
 
 
 def most_edges(graph: Derived, side: Adjacency, rows: int) -> int:
-    """Return the most edges of any block of `rows` consecutive rows, or a bound where a host sync is not allowed."""
-    if side.is_trusted:
-        return min(side.num_edges, rows * side.max_degree)
+    """Return the most edges of any block of `rows` consecutive rows."""
 
     def build() -> int:
         return pull(longest(torch.cat([side.rowptr[::rows], side.rowptr[-1:]])))[0]

@@ -26,7 +26,7 @@ from pyg_dfgnn.graph.adjacency import (
     replace_self_loops,
     transpose,
 )
-from pyg_dfgnn.graph.batch import batch_edge_index, build_batch, trust_batch
+from pyg_dfgnn.graph.batch import batch_edge_index, build_batch
 from pyg_dfgnn.graph.build import (
     Built,
     add_loops,
@@ -41,13 +41,11 @@ from pyg_dfgnn.graph.build import (
 from pyg_dfgnn.graph.cache import GraphCache
 from pyg_dfgnn.graph.derived import Derived, version_of
 from pyg_dfgnn.graph.edge_set import Key
-from pyg_dfgnn.graph.facts import BatchFacts
 
 FLOWS = ("source_to_target", "target_to_source")
 DOMAINS = ("targets", "sources", "relations", "source_relations", "target_relations")
 """What rows and columns of an adjacency may be; the last two are the distinct (source, relation) and (target, relation)
 pairs."""
-HAS_LOOPS = "has_loops"
 # Graphs are freed with the tensors they were built from; this bounds what a program holds that keeps these.
 MAX_CACHED_GRAPHS = 1024
 
@@ -77,7 +75,6 @@ class Graph(Derived):
         num_relations: Number of relations; 0 without `edge_type`.
         graph_ptr: Node offsets of the graphs of a batch, int32 [num_graphs + 1]; None unless made by :meth:`of_batch`.
         max_graph_nodes: Nodes of the largest graph of the batch; None unless made by :meth:`of_batch`.
-        facts: What the host knows of a batch that it trusts; None elsewhere.
         is_static: Whether other edges will be put into the same arrays, so that no list may depend on their degrees.
         is_measured: Whether the host knows more of the edges than their number.
         is_bare: Whether the sizes are all that is known: self-loops are numbered behind all edges, left out or not.
@@ -101,7 +98,7 @@ class Graph(Derived):
         self.num_src, self.num_dst, self.num_edges = csr.num_cols, csr.num_rows, csr.num_edges
         self.self_loops = self_loops
         self.relation, self.num_relations = relation, 0 if relation is None else sizes[-1]
-        self.graph_ptr, self.max_graph_nodes, self.facts = built.graph_ptr, built.max_graph_nodes, built.facts
+        self.graph_ptr, self.max_graph_nodes = built.graph_ptr, built.max_graph_nodes
         self._stays, self._source_sorted = built.stays, built.source_sorted
         # Weak, so that neither the cache nor autograd keeps the user's tensors, or a graph without loops, alive.
         tracked = all(not anchor.is_inference() for anchor in anchors)
@@ -140,8 +137,7 @@ class Graph(Derived):
     def _parts(self) -> tuple[Any, ...]:
         """Return what :func:`_unpickled` makes the graph of: its edges, and no more than that is derived."""
         by_source = self.on_this_stream()._derived.get(("adjacency", "sources", "targets"))
-        known = self._source_sorted, self._stays, self.graph_ptr, self.max_graph_nodes, self.facts
-        built = Built(self.csr, by_source, *known)
+        built = Built(self.csr, by_source, self._source_sorted, self._stays, self.graph_ptr, self.max_graph_nodes)
         return built, self._sizes, self.self_loops, self.relation
 
     def _check_fixed(self, done: str) -> None:
@@ -342,31 +338,32 @@ class Graph(Derived):
         return graph if graph._streams is None else graph.on_this_stream()
 
     @staticmethod
-    def of_batch(batch: Any, *, self_loops: bool = False, facts: BatchFacts | None = None) -> Graph:
+    def of_batch(batch: Any, *, self_loops: bool = False) -> Graph:
         """The graph of a PyG batch, with the node offsets of its members; convs find it by `batch.edge_index`.
-
-        If the members went through :class:`~pyg_dfgnn.graph.SortEdges`, CSR and CSC are built on the batch's device by
-        scans and gathers; otherwise by the sorts of :meth:`of`.
 
         Args:
             batch: `Batch` or `Data` with one edge type and a tensor `edge_index`.
             self_loops: As in :meth:`of`.
-            facts: What the host knows of a batch whose members are as `SortEdges` has left them: the build then
-                launches a few kernels, checks nothing and waits for nothing.
 
         Raises:
             TypeError: The batch is heterogeneous, its `edge_index` no integer tensor, or `self_loops` no bool.
-            ValueError: As :meth:`of`; edges were changed after the transform; an edge crosses graphs.
+            ValueError: As :meth:`of`; an edge crosses graphs.
+
+        Example:
+            >>> for batch in DataLoader(dataset, batch_size=32):
+            ...     batch = batch.to(device)
+            ...     Graph.of_batch(batch)
+            ...     out = model(batch.x, batch.edge_index)
         """
         check_bool("self_loops", self_loops)
         edge_index = batch_edge_index(batch)
         num_nodes = as_integer("num_nodes", batch.num_nodes)
         anchors, sizes = (edge_index,), (num_nodes, num_nodes, False, False)
         graph = _cache.get((id(edge_index), *sizes), anchors, (version_of(edge_index),))
-        if graph is None or graph.graph_ptr is None or (facts is not None and graph.facts is None):
+        if graph is None or graph.graph_ptr is None:
             check_sizes(num_nodes, num_nodes)
             with torch.inference_mode(False), torch.no_grad():
-                built = build_batch(batch, edge_index) if facts is None else trust_batch(batch, edge_index, facts)
+                built = build_batch(batch, edge_index)
             graph = Graph(built, anchors, sizes)
             keep(graph, anchors, sizes)
             # A variant with loops made before does not know the graphs of the batch.
@@ -428,19 +425,13 @@ class Graph(Derived):
 
     @property
     def has_loops(self) -> bool:
-        """Whether there are self-loops; a static graph takes none later where it has answered no."""
-
-        def build() -> bool:
-            if self.facts is not None:
-                return bool(self.facts.loops.any())
-            return bool(count_loops(self.csr.arrays))
-
-        return self.derived(HAS_LOOPS, build)
+        """Whether there are self-loops."""
+        return self.derived("has_loops", lambda: bool(count_loops(self.csr.arrays)))
 
     def with_loops(self) -> Graph:
         """A graph of the same edges with self-loops replaced, to be kept by the cache."""
         with torch.inference_mode(False), torch.no_grad():
-            built = add_loops(self.csr, self.facts)
+            built = add_loops(self.csr)
         built = replace(built, graph_ptr=self.graph_ptr, max_graph_nodes=self.max_graph_nodes)
         sizes = self.num_src, self.num_dst, True, *self._sizes[3:4]
         return Graph(built, self._live_anchors()[:1], sizes, self_loops=True, base=self)
@@ -450,7 +441,7 @@ class Graph(Derived):
 
         def find() -> Graph:
             anchors = self._live_anchors()
-            if self.is_static or not anchors or len(self._sizes) != 4:
+            if not anchors or len(self._sizes) != 4:
                 return self.with_loops()
             return Graph.resolve(anchors[0], self.num_src, self.num_dst, True, self._sizes[3])
 
@@ -528,8 +519,7 @@ def _build_csc(graph: Graph) -> Adjacency:
         arrays, _ = replace_self_loops(base.csc.arrays, num_loops, graph.num_edges - num_loops)
     else:
         return base.csc
-    max_degree = pull(longest(arrays.rowptr))[0] if graph.facts is None else graph.facts.max_out_degree
-    return Adjacency(*arrays, graph.num_dst, max_degree, "sources", "targets", graph.csr.is_trusted)
+    return Adjacency(*arrays, graph.num_dst, pull(longest(arrays.rowptr))[0], "sources", "targets")
 
 
 def keep(graph: Graph, anchors: Sequence[Tensor], sizes: tuple[Any, ...]) -> None:

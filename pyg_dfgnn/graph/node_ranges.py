@@ -3,53 +3,32 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cached_property
 from typing import TypeVar
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from pyg_dfgnn.graph.adjacency import Adjacency, from_degree, numbers, push, rows_at, spans
+from pyg_dfgnn.graph.adjacency import Adjacency, numbers, push, rows_at, spans
 from pyg_dfgnn.graph.graph import Graph
 
 TILE_ROWS = 16
 """Unit in which the histogram of :class:`DiagonalBlocks` counts nodes: rows of a warp."""
-KEY = "diagonal_blocks"
 
 
 @dataclass(frozen=True)
 class DiagonalBlocks:
-    """Ranges of nodes that no edge leaves, as short as the order of the nodes allows or the graphs of a batch.
+    """Ranges of nodes that no edge leaves, as short as the order of the nodes allows.
 
     Attributes:
         ptr: Node offsets, int32 [blocks + 1].
         longest: Nodes of the longest one.
         histogram: Number of blocks by size, (size in units of 16 nodes rounded up, count), ascending.
-        sizes: Nodes of each one on the host, int64 [blocks], where they are known there.
-        edges: Edges between the nodes of each one on the host, int64 [blocks], where they are known there.
     """
 
     ptr: Tensor
     longest: int
     histogram: tuple[tuple[int, int], ...]
-    sizes: Tensor | None = None
-    edges: Tensor | None = None
-
-    @cached_property
-    def on_host(self) -> tuple[Tensor, Tensor] | None:
-        """Node offsets and edge offsets on the host, int32 [blocks + 1] each; None where it knows none."""
-        if self.sizes is None or self.edges is None:
-            return None
-        return from_degree(self.sizes), from_degree(self.edges)
-
-    @staticmethod
-    def of_sizes(ptr: Tensor, sizes: Tensor, edges: Tensor) -> DiagonalBlocks:
-        """Return blocks of known sizes (see the attributes): nothing is asked of the device."""
-        units = torch.bincount(ceil_div(sizes, TILE_ROWS)).tolist()
-        histogram = tuple((unit, count) for unit, count in enumerate(units) if unit and count)
-        most = int(sizes.max()) if len(sizes) else 0
-        return DiagonalBlocks(ptr, most, histogram, sizes, edges)
 
 
 @dataclass(frozen=True)
@@ -80,18 +59,8 @@ def ceil_div(sizes: Number, unit: int) -> Number:
 
 
 def diagonal_blocks(graph: Graph) -> DiagonalBlocks | None:
-    """Return the diagonal blocks of a graph, those of a batch with facts being its graphs.
-
-    None if sources and targets are not the same nodes.
-    """
-
-    def build() -> DiagonalBlocks | None:
-        facts, graph_ptr = graph.facts, graph.graph_ptr
-        if facts is not None and graph_ptr is not None:
-            return DiagonalBlocks.of_sizes(graph_ptr, facts.nodes, facts.edges)
-        return find_blocks(graph)
-
-    return graph.derived(KEY, build)
+    """Return the diagonal blocks of a graph; None if sources and targets are not the same nodes."""
+    return graph.derived("diagonal_blocks", lambda: find_blocks(graph))
 
 
 def find_blocks(graph: Graph) -> DiagonalBlocks | None:
@@ -127,15 +96,14 @@ def node_ranges(graph: Graph, most: int) -> NodeRanges | None:
 def pack_blocks(side: Adjacency, blocks: DiagonalBlocks, most: int) -> NodeRanges:
     """Join neighbouring blocks to ranges of at most `most` nodes, which no block may exceed.
 
-    A range holds the blocks that begin in the same interval of `most - blocks.longest + 1` nodes. The device is
-    asked for the sizes of the blocks only where the host does not know them.
+    A range holds the blocks that begin in the same interval of `most - blocks.longest + 1` nodes.
 
     Args:
         side: Either side of the graph: no edge leaves a block, so that both have the same edges in each.
         blocks: What to join.
         most: Nodes of a range.
     """
-    ptr, edge_ptr = blocks.on_host or torch.stack([blocks.ptr, side.rowptr[blocks.ptr.long()]]).cpu()
+    ptr, edge_ptr = torch.stack([blocks.ptr, side.rowptr[blocks.ptr.long()]]).cpu()
     # On arrays as short as these, torch takes several times as long.
     nodes, edges = ptr.numpy(), edge_ptr.numpy()
     interval = nodes[:-1] // (most - blocks.longest + 1)

@@ -1,4 +1,4 @@
-"""A graph whose tensor of edges is refilled with one batch after another, compressed anew by kernels for each."""
+"""Graphs whose arrays stay where they are while batches pass through them: what a captured CUDA graph may read."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 from torch.utils.weak import TensorWeakRef
 
-from pyg_dfgnn.graph.adjacency import INT32_MAX, Adjacency
+from pyg_dfgnn.graph.adjacency import INT32_MAX, Adjacency, offsets
+from pyg_dfgnn.graph.build import Built
 from pyg_dfgnn.graph.derived import Derived
 from pyg_dfgnn.graph.graph import Graph, keep
 from pyg_dfgnn.graph.unmeasured import power_below
@@ -49,7 +50,7 @@ class RefilledGraph(Graph):
         self.num_edges = edge_index.size(1) + (num_nodes if self_loops else 0)
         self.self_loops, self.transposed, self.batch_sizes = self_loops, transposed, batch_sizes
         self.relation, self.num_relations = None, 0
-        self.graph_ptr = self.max_graph_nodes = self.facts = None
+        self.graph_ptr = self.max_graph_nodes = None
         self._sizes = num_nodes, num_nodes, self_loops, transposed
         self._anchors, self._versions = (TensorWeakRef(edge_index),), (edge_index._version,)
         self._stays, self._source_sorted, self._base, self._own_version = None, False, None, None
@@ -135,3 +136,37 @@ class RefilledGraph(Graph):
         if not self.self_loops:
             return edges
         return torch.cat([edges, torch.arange(self.num_dst, device=self.device).expand(2, -1)], dim=1)
+
+
+class StaticGroups(Graph):
+    """The graph of a reduction over groups of consecutive rows, at fixed addresses while other groups are put in.
+
+    Args:
+        index: Group of each row, ascending, int64 or int32 [N]; its values may change. Only weakly referred to.
+        num_groups: Number of groups.
+    """
+
+    is_static = True
+
+    def __init__(self, index: Tensor, num_groups: int) -> None:
+        count = index.numel()
+        rows = torch.arange(count + 1, dtype=torch.int32, device=index.device)
+        by_group = Adjacency(torch.zeros_like(rows[:1]).repeat(num_groups + 1), rows[:-1], rows[:-1], count, count)
+        by_row = Adjacency(rows, torch.zeros_like(rows[:-1]), rows[:-1], num_groups, 1, "sources", "targets")
+        super().__init__(Built(by_group, by_row, source_sorted=True), (index,), (num_groups,))
+        self.pin()
+
+    @property
+    def edge_index(self) -> Tensor:
+        """The edges as they are now, int64 [2, N]: row 0 the rows, row 1 their groups."""
+        return torch.stack([self.csc.perm.long(), self.csc.col.long()])
+
+    def refill(self, index: Tensor) -> None:
+        """Take the groups that the index now holds."""
+        self.csr.rowptr.copy_(offsets(index, self.num_dst))
+        self.csc.col.copy_(index)
+
+    def register(self, index: Tensor) -> None:
+        """Let reductions find the graph by the index as it is now; an edit of that ends it."""
+        self._versions = (index._version,)
+        keep(self, (index,), self._sizes)

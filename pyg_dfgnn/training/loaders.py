@@ -15,11 +15,10 @@ from torch.utils.data import RandomSampler
 from torch_geometric.data import Data
 from torch_geometric.loader import DataLoader, NeighborLoader
 
-from pyg_dfgnn.capture.buckets import move_batch
 from pyg_dfgnn.datasets import Task
 from pyg_dfgnn.distributed import Group, SharedBatches, edges_of, empty_graph, own_share, shared_loader
 from pyg_dfgnn.errors import check_integer
-from pyg_dfgnn.graph import DeviceDataset, SortEdges
+from pyg_dfgnn.graph import DeviceDataset
 from pyg_dfgnn.training.metrics import IGNORED
 
 # Graphs stay on a GPU by default if they take at most this share of its memory.
@@ -205,7 +204,6 @@ def graph_batches(
     order: torch.Generator,
     group: Group,
     *,
-    sort_edges: bool,
     resident: bool | None,
     prefetch: bool,
 ) -> dict[str, Batches]:
@@ -217,14 +215,11 @@ def graph_batches(
         options: Arguments of PyG's DataLoader.
         order: Generator of the order of the training graphs.
         group: Processes that share each batch.
-        sort_edges: Sort each graph once, so that no batch is sorted.
         resident: Keep all graphs on the device and gather batches there; None: if a GPU has enough memory.
         prefetch: As in :class:`Batches`.
     """
     # What no step reads is neither gathered nor padded.
     task = task.map(lambda graph: Data(**{name: graph[name] for name in READ if name in graph}))
-    if sort_edges:
-        task = task.map(SortEdges())
     if resident is None:
         resident = device.type == "cuda" and _fits(task, device)
     if resident:
@@ -234,12 +229,10 @@ def graph_batches(
             for split, graphs in task.splits.items()
         }
     else:
-        if sort_edges:
-            task = task.map(_narrow)
         options = {"pin_memory": device.type == "cuda", "generator": order, **options}
         make = DataLoader if group.size == 1 else partial(shared_loader, group=group)
         sources = {split: make(graphs, shuffle=split == "train", **options) for split, graphs in task.splits.items()}
-        prepare = partial(move_batch, device=device, is_sorted=sort_edges)
+        prepare = partial(Data.to, device=device, non_blocking=True)
     return {split: Batches(source, prepare, device, prefetch=prefetch) for split, source in sources.items()}
 
 
@@ -296,13 +289,6 @@ class Seeds:
         batch.y = batch.y.clone()
         batch.y[seeds:] = no_label(batch.y)
         return batch
-
-
-def _narrow(graph: Data) -> Data:
-    # int32 halves the bytes to collate and to move.
-    graph = copy.copy(graph)
-    graph.edge_index = graph.edge_index.int()
-    return graph
 
 
 def _unchanged(batch: Data) -> Data:

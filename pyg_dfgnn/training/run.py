@@ -33,7 +33,7 @@ import pyg_dfgnn
 from pyg_dfgnn.capture.step import check_optimizer
 from pyg_dfgnn.datasets import LaplacianEncoding, Task
 from pyg_dfgnn.distributed import Group
-from pyg_dfgnn.errors import check_bool, check_choice, check_integer
+from pyg_dfgnn.errors import check_choice, check_integer
 from pyg_dfgnn.graph.reorder import METHODS
 from pyg_dfgnn.nn import DROP_INS, fallback
 from pyg_dfgnn.paths import configs_dir
@@ -77,7 +77,6 @@ def train(cfg: DictConfig, group: Group | None = None) -> float:
     backend = config["backend"]
     check_choice("returns", config["returns"], (None, *RETURNS))
     check_integer("seed", config["seed"], 0, MAX_SEED)
-    check_bool("backend.sort_edges", backend["sort_edges"])
     method = config["data"]["reorder"]
     check_choice("data.reorder", method, (None, *METHODS))
     reorder = None if method is None else Reorder(method)
@@ -144,7 +143,6 @@ def train(cfg: DictConfig, group: Group | None = None) -> float:
                 options,
                 seed=config["seed"],
                 group=group,
-                sort_edges=backend["sort_edges"] and device.type == "cuda",
             )
         if resumed is not None:
             trainer.load_state(resumed)

@@ -166,7 +166,6 @@ class Trainer:
         folder: Folder of the run; checkpoints go to `checkpoints/last.pt` and `checkpoints/best.pt` in it.
         config: Resolved config, stored in the checkpoints.
         options: Options of training.
-        sort_edges: Sort the edges of each graph once, so that no mini-batch is sorted.
         seed: Seed of the order of the mini-batches.
         group: Processes that train together; they share each mini-batch, or each owns a part of the whole graph.
 
@@ -185,7 +184,6 @@ class Trainer:
         config: dict[str, Any],
         options: Options,
         *,
-        sort_edges: bool = False,
         seed: int = 0,
         group: Group | None = None,
     ) -> None:
@@ -257,7 +255,6 @@ class Trainer:
                 loader,
                 self.order,
                 group,
-                sort_edges=sort_edges,
                 resident=options.resident,
                 prefetch=options.prefetch,
             )

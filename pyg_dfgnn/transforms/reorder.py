@@ -17,7 +17,6 @@ from torch_geometric.transforms import BaseTransform
 
 from pyg_dfgnn.errors import check_integer, check_range, check_tensor
 from pyg_dfgnn.graph.adjacency import sort_rows
-from pyg_dfgnn.graph.facts import FACTS
 from pyg_dfgnn.graph.forms import is_adjacency, read_adjacency
 from pyg_dfgnn.graph.reorder import check_method, gather_misses, inverse_of, node_order
 
@@ -54,7 +53,7 @@ class Reorder(BaseTransform):
     Node-level attributes, as PyG tells them, move with their nodes. Values of attributes that hold node ids (`face` and
     every name with `index`, which PyG shifts in batches) are renumbered. Edges keep their order, so that edge-level
     attributes stay as they are; the entries of a sparse `adj_t` without an `edge_index` are sorted anew, and edge-level
-    attributes with them. Apply :class:`~pyg_dfgnn.transforms.SortEdges` afterwards to sort the edges, too.
+    attributes with them.
 
     Stored are `node_perm` [N], the old number of each node (of the first order, if the graph is reordered again), and
     its inverse `node_inverse` [N], the new place of each old node. :func:`restore_order` puts results back.
@@ -92,7 +91,7 @@ class Reorder(BaseTransform):
 
         Raises:
             TypeError: `data` is heterogeneous, or has neither an integer tensor `edge_index` nor a sparse `adj_t`.
-            ValueError: `data` is a batch or a sample, went through `SortEdges`, or holds an id that is out of range.
+            ValueError: `data` is a batch or a sample, or holds an id that is out of range.
         """
         _refuse(data)
         num_nodes = int(data.num_nodes)  # type: ignore[arg-type]
@@ -171,8 +170,6 @@ def _refuse(data: Any) -> None:
         raise ValueError(
             f"'data' needs to be one whole graph: apply Reorder before batches are made (got {parts[0]!r})"
         )
-    if FACTS in data:
-        raise ValueError("'data' needs Reorder before SortEdges, whose facts hold for the old numbers")
     if data.num_nodes is None:
         raise ValueError("'data' needs 'num_nodes' or features")
 

@@ -18,7 +18,7 @@ import pyg_dfgnn.nn
 from pyg_dfgnn.capture import Capacity, CapturedStep, capture_step
 from pyg_dfgnn.capture.buckets import MaskedBatchNorm, RowMask
 from pyg_dfgnn.errors import IdRangeError, StaleError, UnsupportedError
-from pyg_dfgnn.graph import DeviceDataset, SortEdges
+from pyg_dfgnn.graph import DeviceDataset
 from pyg_dfgnn.models import AGNN, GAT, GraphTransformer
 from pyg_dfgnn.reference.tolerances import relative_error
 from pyg_dfgnn.settings import local_settings
@@ -72,7 +72,7 @@ def labels_of_split(data):
 
 
 def graphs(make=graph, count=24):
-    return [SortEdges()(make(10 + 7 * i % 30, i)) for i in range(count)]
+    return [make(10 + 7 * i % 30, i) for i in range(count)]
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -176,7 +176,7 @@ def test_layers_that_make_their_edges(name):
 
 @pytest.mark.parametrize("moved", [False, True], ids=["", "moved before"])
 @pytest.mark.parametrize("name", KERNELS)
-def test_batches_whose_edges_nobody_has_sorted(name, moved):
+def test_batches_of_a_loader(name, moved):
     loader = DataLoader(new_batches.members(24), batch_size=6, shuffle=True)
     batches = [batch for _ in range(5) for batch in loader]
     (by, first), (ours, second) = twins(lambda: new_batches.Model(KERNELS[name]))
@@ -190,7 +190,7 @@ def test_batches_whose_edges_nobody_has_sorted(name, moved):
 
 
 @pytest.mark.parametrize("pool", ["add", "max"])
-def test_pools_of_batches_whose_edges_nobody_has_sorted(pool, monkeypatch):
+def test_pools_of_batches(pool, monkeypatch):
     loader = DataLoader(new_batches.members(24), batch_size=6, shuffle=True)
     batches = [batch for _ in range(5) for batch in loader]
     (by, first), (ours, second) = twins(lambda: new_batches.Model(KERNELS["gin"], pool))

@@ -16,7 +16,7 @@ import pyg_dfgnn
 from pyg_dfgnn.capture import Capacity, CapturedStep, Step, capture_step
 from pyg_dfgnn.capture.watch import data_watches
 from pyg_dfgnn.errors import StaleError, UnsupportedError
-from pyg_dfgnn.graph import DeviceDataset, Graph, SortEdges, StaticGraph
+from pyg_dfgnn.graph import DeviceDataset, Graph
 from pyg_dfgnn.models import GAT
 from pyg_dfgnn.nn import fallback
 from pyg_dfgnn.settings import local_settings
@@ -211,8 +211,7 @@ def test_pools_of_batches_on_the_kernels(name, monkeypatch):
 @needs_compiler
 @pytest.mark.parametrize("conv", ["TransformerConv", "GINEConv"])
 def test_edge_features_of_batches_on_the_kernels(conv):
-    graphs = [SortEdges()(rated(6 + i, i)) for i in range(6)]
-    resident = DeviceDataset(graphs)
+    resident = DeviceDataset([rated(6 + i, i) for i in range(6)])
     batches = [resident.batch(ids) for ids in torch.tensor([[0, 5], [1, 4], [2, 3], [4, 0], [5, 1]])]
     (left, optimizer), (right, other) = twins(lambda: Pooled(pyg_dfgnn.nn, heads=2, conv=conv))
     want, _ = by_hand(left, weighted_loss, optimizer, batches, call)
@@ -222,15 +221,6 @@ def test_edge_features_of_batches_on_the_kernels(conv):
         losses = torch.stack([step(batch) for batch in batches])
     torch.testing.assert_close(losses, want, rtol=1e-3, atol=1e-4)
     assert step.recorder.replays == 2 and launched
-
-
-def test_edge_features_of_self_loops_differ_from_batch_to_batch():
-    batch = DeviceDataset([SortEdges()(graph(6, 0))]).batch(torch.tensor([0]))
-    room = torch.empty(2, batch.num_edges, dtype=torch.int64)
-    static = StaticGraph(Graph.of_batch(batch), room, 10, 3)
-    assert static.kept is None
-    with pytest.raises(ValueError, match="'edge_attr' needs layers without self-loops"):
-        static.with_loops().kept  # noqa: B018
 
 
 def test_a_loss_that_counts_padding_is_refused():

@@ -15,7 +15,6 @@ def fake_gpu(monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
     monkeypatch.setattr(dispatch, "_HAS_CUPY", True)
     monkeypatch.setitem(gpu.known, DEVICE, gpu.H200)
-    monkeypatch.setattr(dispatch, "_decided", {})
 
 
 @pytest.fixture(autouse=True)

@@ -6,17 +6,16 @@ from itertools import product
 
 import pytest
 import torch
-from torch_geometric.data import Data
 
 from pyg_dfgnn.dispatch import core as dispatch
 from pyg_dfgnn.dispatch import segment, store
-from pyg_dfgnn.dispatch.attention import family, row_split, smem
-from pyg_dfgnn.dispatch.attention.family import FAMILY, leaves_dout_dlogit, unsupported_reasons
+from pyg_dfgnn.dispatch.attention import family, row_split
+from pyg_dfgnn.dispatch.attention.family import FAMILY, unsupported_reasons
 from pyg_dfgnn.dispatch.attention.problem import AttentionProblem
 from pyg_dfgnn.dispatch.core import BACKWARD, FORWARD
 from pyg_dfgnn.dispatch.gpu import Cost
 from pyg_dfgnn.errors import UnsupportedError
-from pyg_dfgnn.graph import DeviceDataset, Graph, SortEdges
+from pyg_dfgnn.graph import Graph
 from pyg_dfgnn.reference.zoo import hub, random
 from pyg_dfgnn.settings import RULES, SCHEDULES, Settings, current, local_settings
 from pyg_dfgnn.statements.op import DIRECTIONS
@@ -311,64 +310,6 @@ def test_backward_knows_what_forward_leaves(candidates, monkeypatch, forward, le
         seen.clear()
         choose(replace(PROBLEM, score=score, edge=edge), GRAPH, BACKWARD, current())
         assert seen[-1] == (left and score == "add" and not edge)
-
-
-@pytest.fixture(scope="module")
-def resident_graphs():
-    """Small graphs without repeated edges."""
-    cases = [random(60 + i % 7, 60 + i % 7, 500, seed=i) for i in range(64)]
-    data = [Data(edge_index=case.edge_index.unique(dim=1), num_nodes=case.num_src) for case in cases]
-    return DeviceDataset([SortEdges()(each) for each in data])
-
-
-@pytest.mark.parametrize("score", ["dot", "add"])
-def test_batches_of_a_kind_take_the_same_schedules(resident_graphs, score):
-    problem = replace(PROBLEM, score=score, channels=16)
-    ids = torch.arange(48)
-    first, second = (Graph.of_batch(resident_graphs.batch(each)) for each in (ids, ids.flip(0)))
-    for directions in (FORWARD, BACKWARD):
-        chosen, again = choose(problem, first, directions, Settings()), choose(problem, second, directions, Settings())
-        assert all(len(choice.options) == len(FAMILY.candidates) for choice in chosen)
-        for one, other in zip(chosen, again, strict=True):
-            assert [option.schedule for option in other.options] == [other.plan.schedule] == [one.plan.schedule]
-            assert other.reason == "as for another batch of its kind"
-
-
-def test_batches_are_on_their_own(resident_graphs, monkeypatch):
-    """Of another size, where results must be the same in every run, where a plan is read, and where it cannot run."""
-    monkeypatch.setattr(smem, "cost", lambda *arguments: Cost({"time": 0.0}))
-    batches = [Graph.of_batch(resident_graphs.batch(torch.arange(count))) for count in (48, 48, 20)]
-    (found,) = choose(PROBLEM, batches[0], FORWARD, Settings())
-    assert found.plan.schedule == "smem"
-    for graph, rule in ((batches[2], Settings()), (batches[1], Settings(deterministic=True))):
-        (found,) = choose(PROBLEM, graph, FORWARD, rule)
-        assert len(found.options) == len(FAMILY.candidates)
-    # A plan that is read lists all candidates and takes what runs, though its own estimate would be another by now.
-    monkeypatch.setattr(smem, "cost", lambda *arguments: Cost({"time": 1.0}))
-    read = plan(PROBLEM, batches[1])[0]
-    assert len(read.options) == len(FAMILY.candidates) and read.plan.schedule == "smem"
-    assert choose(PROBLEM, batches[1], FORWARD, Settings())[0].plan.schedule == "smem"
-    # Neither gradients to follow nor how a fallback is told decide what runs.
-    read = plan(PROBLEM, batches[1], Settings(fallback="error"), trained=False)
-    assert read.schedule == "smem"
-    monkeypatch.setattr(smem, "reasons_against", lambda *arguments: ["full"])
-    (found,) = choose(PROBLEM, batches[1], FORWARD, Settings())
-    assert found.plan.schedule != "smem" and len(found.options) == len(FAMILY.candidates)
-
-
-def test_the_tangent_follows_from_the_forward_pass_that_runs(resident_graphs, monkeypatch):
-    """What was decided for batches of a kind is not decided again for `dout_dlogit`."""
-    problem, graph = replace(PROBLEM, score="add"), Graph.of_batch(resident_graphs.batch(torch.arange(48)))
-    choose(problem, graph, FORWARD, Settings())
-    asked, real = [], dispatch.options
-
-    def options(kernels, problem, graph, directions, settings, names=None):
-        asked.append((directions, names))
-        return real(kernels, problem, graph, directions, settings, names)
-
-    monkeypatch.setattr(dispatch, "options", options)
-    leaves_dout_dlogit(problem, graph, Settings())
-    assert (FORWARD, None) not in asked
 
 
 def test_a_graph_that_is_no_batch_needs_no_segments():

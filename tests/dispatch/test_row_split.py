@@ -232,9 +232,7 @@ def test_small_graphs_find_the_norms_from_what_they_read():
 class FakeGraph:
     """What the cost model reads of a square graph."""
 
-    is_static = False
     is_measured, is_bare = True, False
-    facts = None
 
     def __init__(self, num_nodes, num_edges, max_degree, max_graph_nodes=None):
         self.num_src = self.num_dst = num_nodes

@@ -4,11 +4,11 @@ from dataclasses import replace
 
 import pytest
 import torch
-from torch_geometric.data import Batch, Data
+from torch_geometric.data import Data
 
 from pyg_dfgnn.dispatch import gpu, segment, traversal
 from pyg_dfgnn.dispatch.attention import row_split
-from pyg_dfgnn.graph import BatchFacts, Graph, SortEdges
+from pyg_dfgnn.graph import Graph
 from pyg_dfgnn.transforms import Reorder
 from tests.dispatch.test_core import PROBLEM
 
@@ -79,12 +79,3 @@ def test_the_measurement_is_kept_for_each_cache(monkeypatch):
     graph = Graph.of(communities("as they are"), NODES)
     assert all(traversal.is_local(graph, "forward", rows) for rows in (400, 400, 800))
     assert counts == [NODES * DEGREE // 4] * 2
-
-
-def test_a_batch_is_local_where_its_graphs_are_small(monkeypatch):
-    """Nothing is measured, since each batch is another graph."""
-    monkeypatch.setattr(traversal, "gather_misses", None)
-    graphs = [SortEdges()(Data(edge_index=torch.randint(9, (2, 40)), num_nodes=n)) for n in (9, 30)]
-    batch = Batch.from_data_list(graphs)
-    graph = Graph.of_batch(batch, facts=BatchFacts.of(batch))
-    assert traversal.is_local(graph, "forward", 4 * 30) and not traversal.is_local(graph, "forward", 4 * 29)

@@ -8,7 +8,6 @@ from torch_geometric.data import Batch, Data
 import pyg_dfgnn.nn
 from pyg_dfgnn import models
 from pyg_dfgnn.distributed import Group, SharedBatches, empty_graph, own_share
-from pyg_dfgnn.graph import Graph, SortEdges
 
 
 @pytest.mark.parametrize("size", [1, 2, 3])
@@ -45,13 +44,11 @@ def test_a_batch_needs_a_sample_per_process():
         SharedBatches(SequentialSampler(range(10)), 2, Group(0, 3), filler=10)
 
 
-@pytest.mark.parametrize("prepare", [None, SortEdges()], ids=["plain", "sorted"])
 @pytest.mark.parametrize("level", ["node", "graph"])
-def test_empty_graph(level, prepare):
+def test_empty_graph(level):
     edge_index = torch.tensor([[0, 1, 2, 2], [1, 2, 0, 2]])
     y = torch.tensor([1, 0, 1] if level == "node" else [1])
     graph = Data(x=torch.randn(3, 4), edge_index=edge_index, edge_attr=torch.randn(4, 2), pe=torch.randn(3, 2), y=y)
-    graph = graph if prepare is None else prepare(graph)
     empty = empty_graph(graph)
     assert empty.num_nodes == empty.num_edges == 0 and graph.num_nodes == 3
     assert empty.y.tolist() == ([] if level == "node" else [-100])
@@ -59,8 +56,6 @@ def test_empty_graph(level, prepare):
     assert {
         key: (each.dtype, each.shape[1:]) for key, each in graph if torch.is_tensor(each) and key != "edge_index"
     } == {key: (each.dtype, each.shape[1:]) for key, each in batch if key in graph and key != "edge_index"}
-    if prepare is not None:
-        assert Graph.of_batch(batch, self_loops=True).num_edges == 0
     model = models.GraphTransformer(4, 2, pyg_dfgnn.nn, hidden_channels=8, heads=2, layers=1, norm="layer")
     model(batch.x, batch.edge_index, batch.pe).sum().backward()
     assert all(float(p.grad.abs().sum()) == 0 for p in model.embed.parameters())

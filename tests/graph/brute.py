@@ -39,10 +39,3 @@ def check_graph(graph: Graph, edge_index: Tensor, num_src: int, num_dst: int) ->
     check_side(graph, graph.csr, target, source, num_dst)
     check_side(graph, graph.csc, source, target, num_src)
     assert Graph.resolve(*graph.key) is graph
-
-
-def assert_same(ours: Graph, theirs: Graph) -> None:
-    """Check that two graphs of a batch hold the same arrays and facts."""
-    for a, b in ((ours.csr, theirs.csr), (ours.csc, theirs.csc)):
-        assert all(torch.equal(x, y) for x, y in zip(a.arrays, b.arrays)) and a.max_degree == b.max_degree
-    assert torch.equal(ours.graph_ptr, theirs.graph_ptr) and ours.max_graph_nodes == theirs.max_graph_nodes

@@ -11,7 +11,8 @@ from torch.utils.data import DataLoader
 from torch_geometric.data import Batch, Data
 
 import pyg_dfgnn
-from pyg_dfgnn.graph import BatchFacts, Graph, SortEdges, StaticGraph, StaticGroups
+from pyg_dfgnn.graph import Graph, RefilledGraph, StaticGroups
+from pyg_dfgnn.ops.graph import refill
 from pyg_dfgnn.reference.zoo import random
 from tests.kernels.emulated import emulated_device
 
@@ -33,10 +34,9 @@ WAYS = {
 }
 
 
-def batch(with_facts):
-    graphs = [SortEdges()(Data(edge_index=random(n, n, 3 * n).edge_index, num_nodes=n)) for n in (3, 7, 5)]
-    joined = Batch.from_data_list(graphs)
-    return Graph.of_batch(joined, facts=BatchFacts.of(joined) if with_facts else None)
+def batch():
+    graphs = [Data(edge_index=random(n, n, 3 * n).edge_index, num_nodes=n) for n in (3, 7, 5)]
+    return Graph.of_batch(Batch.from_data_list(graphs))
 
 
 def edges():
@@ -57,9 +57,8 @@ GRAPHS = {
     "typed": typed,
     "index": lambda: Graph.of_index(torch.tensor([2, 0, 2]), 3),
     "ptr": lambda: Graph.of_ptr(torch.tensor([0, 2, 2, 5])),
-    "batch": lambda: batch(False),
-    "batch_facts": lambda: batch(True),
-    "batch_loops": lambda: batch(True).looped_twin(),
+    "batch": batch,
+    "batch_loops": lambda: batch().looped_twin(),
 }
 
 
@@ -71,7 +70,7 @@ def lists(graph):
 
 def numbers(graph):
     sizes = graph.num_src, graph.num_dst, graph.num_edges, graph.num_relations, graph.max_graph_nodes
-    return *sizes, graph.self_loops, graph.has_loops, graph.device, graph.csr.max_degree, graph.csr.is_trusted
+    return *sizes, graph.self_loops, graph.has_loops, graph.device, graph.csr.max_degree
 
 
 @pytest.mark.parametrize("is_used", [False, True])
@@ -104,9 +103,9 @@ def test_a_worker_sends_a_graph():
 
 @pytest.mark.parametrize("way", WAYS)
 def test_a_graph_that_batches_are_put_into_is_not_copied(way):
-    fixed = torch.zeros(2, 100, dtype=torch.int64)
-    static = StaticGraph(batch(True), fixed, 20, 4), StaticGroups(torch.tensor([0, 0, 1]), 2)
-    for graph in static:
+    room, sizes = torch.zeros(2, 100, dtype=torch.int64), torch.zeros(2, dtype=torch.int64)
+    refilled = RefilledGraph(room, sizes, 20, False, False, refill)
+    for graph in (refilled, StaticGroups(torch.tensor([0, 0, 1]), 2)):
         with pytest.raises(
             TypeError, match=f"'graph' needs edges that stay as they are .*got a {type(graph).__name__}"
         ):

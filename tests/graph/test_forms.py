@@ -9,7 +9,7 @@ from torch_geometric import EdgeIndex
 from torch_geometric.data import Data, HeteroData
 from torch_geometric.utils import coalesce
 
-from pyg_dfgnn.graph import Graph, SortEdges
+from pyg_dfgnn.graph import Graph
 from pyg_dfgnn.graph.chunks import rows_of
 from pyg_dfgnn.reference.zoo import random
 from tests.graph.brute import check_graph, with_loops
@@ -319,5 +319,3 @@ def test_failed_build_leaves_nothing_behind():
 def test_heterogeneous_batch():
     with pytest.raises(TypeError, match="'batch' needs one edge type"):
         Graph.of_batch(HeteroData())
-    with pytest.raises(TypeError, match="'data' needs one edge type"):
-        SortEdges()(HeteroData())

@@ -7,7 +7,7 @@ from torch_geometric.data import Batch, Data, HeteroData
 
 import pyg_dfgnn.nn as ours
 from pyg_dfgnn import Graph
-from pyg_dfgnn.graph import BatchFacts, SortEdges, StaticGroups
+from pyg_dfgnn.graph import StaticGroups
 from pyg_dfgnn.reference.zoo import random
 
 NODES = 12
@@ -79,7 +79,7 @@ def test_edges_that_do_not(edges, message):
 
 
 def graphs():
-    members = [SortEdges()(Data(edge_index=random(n, n, 3 * n).edge_index, num_nodes=n)) for n in (3, 7, 5)]
+    members = [Data(edge_index=random(n, n, 3 * n).edge_index, num_nodes=n) for n in (3, 7, 5)]
     batch = Batch.from_data_list(members)
     by_source = Graph.of(EDGES.clone(), NODES)
     by_source.csc  # noqa: B018
@@ -88,7 +88,7 @@ def graphs():
         "by source": by_source,
         "loops": Graph.of(EDGES, NODES, self_loops=True),
         "relations": Graph.of(EDGES, NODES, edge_type=torch.arange(40) % 3, num_relations=3),
-        "batch": Graph.of_batch(batch, facts=BatchFacts.of(batch)),
+        "batch": Graph.of_batch(batch),
         "groups": Graph.of_index(torch.arange(9) // 3, 3),
     }
 
@@ -105,7 +105,7 @@ def test_moves(name):
         graph.num_relations,
         graph.self_loops,
     )
-    assert moved.facts is graph.facts and moved.max_graph_nodes == graph.max_graph_nodes
+    assert moved.max_graph_nodes == graph.max_graph_nodes
 
 
 def test_data_moves_the_graphs_in_it():

@@ -7,7 +7,7 @@ from pyg_dfgnn.dispatch.attention.family import FAMILY
 from pyg_dfgnn.dispatch.attention.problem import AttentionProblem
 from pyg_dfgnn.errors import UnsupportedError
 from pyg_dfgnn.graph import Graph
-from pyg_dfgnn.graph.node_ranges import KEY, diagonal_blocks
+from pyg_dfgnn.graph.node_ranges import diagonal_blocks
 from pyg_dfgnn.ops.attention import functional as ops
 from pyg_dfgnn.reference.tolerances import largest_errors, relative_error, tolerance
 from pyg_dfgnn.settings import settings
@@ -126,7 +126,7 @@ def test_rows_without_edges(score, listed, kind):
     """Exact zeros, in the output and in every gradient that has a row per node."""
     graph = build_graph("isolated")
     if listed:
-        graph.derived(KEY, lambda: None)
+        graph.derived("diagonal_blocks", lambda: None)
     with products(kind):
         actual, _ = run(problem_of(score, graph, dtype=KINDS[kind]), graph)
     empty = {side: (adjacency.rowptr.diff() == 0) for side, adjacency in (("dst", graph.csr), ("src", graph.csc))}
@@ -150,7 +150,7 @@ def test_segments_and_listed_columns_agree(score, kind):
     for listed in (False, True):
         graph = build_graph("batch")
         if listed:
-            graph.derived(KEY, lambda: None)
+            graph.derived("diagonal_blocks", lambda: None)
         with products(kind):
             actual, launched = run(problem, graph)
         assert ENTRIES["forward"] in launched and (diagonal_blocks(graph) is None) == listed

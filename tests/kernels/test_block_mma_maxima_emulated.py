@@ -9,7 +9,7 @@ import torch
 from pyg_dfgnn.dispatch.attention.family import FAMILY
 from pyg_dfgnn.dispatch.attention.problem import AttentionProblem
 from pyg_dfgnn.graph import Graph
-from pyg_dfgnn.graph.node_ranges import KEY, diagonal_blocks
+from pyg_dfgnn.graph.node_ranges import diagonal_blocks
 from pyg_dfgnn.ops.attention import functional as ops
 from pyg_dfgnn.reference.tolerances import BACKWARD, assert_all_close, tolerance
 from pyg_dfgnn.settings import local_settings, settings
@@ -262,7 +262,7 @@ def test_bound_of_the_longest_segment(longest):
     """A graph whose edges are refilled has shorter segments than it has room for; factors take 512 columns at most."""
     graph = build_graph("batch")
     blocks = replace(diagonal_blocks(build_graph("batch")), longest=longest)
-    graph.derived(KEY, lambda: blocks)
+    graph.derived("diagonal_blocks", lambda: blocks)
     problem = problem_of("add", graph, channels=8)
     _, maxima, _ = forward_pass(problem, graph)
     is_largest = torch.isclose(maxima.double(), largest(add_logits(problem, 0.2), graph), rtol=1e-6, atol=1e-6)

@@ -8,7 +8,6 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch_geometric.nn as pyg
-from torch_geometric.data import Batch, Data
 from torch_geometric.explain import Explainer, GNNExplainer
 from torch_geometric.nn import HeteroConv
 from torch_geometric.nn.aggr import StdAggregation
@@ -17,15 +16,15 @@ import pyg_dfgnn
 import pyg_dfgnn.nn as ours
 from pyg_dfgnn import Graph, describe_plan
 from pyg_dfgnn.dispatch.segment import max_channels
-from pyg_dfgnn.graph import BatchFacts, SortEdges, StaticGraph
+from pyg_dfgnn.graph import RefilledGraph
 from pyg_dfgnn.nn import gate
 from pyg_dfgnn.ops import segment
+from pyg_dfgnn.ops.graph import refill
 from pyg_dfgnn.reference.tolerances import assert_all_close, relative_error, tolerance
 from pyg_dfgnn.reference.zoo import edges, hub, random
 from tests.covering import extended, over
 from tests.emu import needs_compiler
 from tests.kernels.emulated import emulated_device
-from tests.kernels.test_static_emulated import batch_of
 from tests.nn.convs import (
     AGGREGATION,
     EDGES,
@@ -169,24 +168,6 @@ def test_no_weight_of_an_edge_is_made_without_edge_weights(name, monkeypatch):
     assert launched
 
 
-@pytest.mark.parametrize("name", ["GCNConv", "LGConv", "SAGEConv"])
-def test_batches_in_one_static_graph(name):
-    """What belongs to degrees follows the batch that is in the graph."""
-    batches = [batch_of(sizes, seed) for seed, sizes in enumerate(([17, 1, 40], [20, 30], [9]))]
-    nodes, edge_index = 80, torch.full((2, 1200), 79)
-    static = StaticGraph(batches[0][1], edge_index, nodes, 5)
-    static.register()
-    conv, other = both(name, dtype=torch.float32)
-    x = torch.randn(nodes, FEATURES)
-    for batch, source in batches:
-        static.put(source)
-        with emulated_device() as launched:
-            out = conv(x, edge_index)
-        assert launched and Graph.resolve(edge_index, nodes, nodes, False, False) is static
-        count = batch.num_nodes
-        torch.testing.assert_close(out[:count], other(x[:count], batch.edge_index), rtol=1e-4, atol=1e-5)
-
-
 @pytest.mark.parametrize("name", ["GCNConv", "SGConv", "APPNP"])
 def test_self_loops_are_stored_only_where_the_edges_have_some(name):
     conv, other = both(name, dtype=torch.float32)
@@ -249,17 +230,13 @@ def test_laplacian_of_a_graph_whose_loops_lie_between_its_edges(form):
     torch.testing.assert_close(out, other(x, graph.edge_index), rtol=1e-5, atol=1e-6)
 
 
-def test_laplacian_of_batches_with_loops_is_refused():
-    batch, graph = batch_of((8, 8), 0)
-    assert graph.has_loops
-    edge_index = torch.zeros(2, 2 * graph.num_edges, dtype=torch.int64)
-    static = StaticGraph(graph, edge_index, 20, 3)
-    static.register()
-    with (
-        emulated_device(),
-        pytest.raises(ValueError, match="'edge_index' needs sorted edges .SortEdges. of which none is a self-loop"),
-    ):
-        make("ChebConv")(torch.randn(20, FEATURES), edge_index)
+def test_laplacian_of_edges_that_change_is_refused():
+    room = torch.zeros(2, 30, dtype=torch.int64)
+    graph = RefilledGraph(room, torch.zeros(2, dtype=torch.int64), 20, False, False, refill)
+    graph.register()
+    need = "'edge_index' needs edges that stay as they are, .* [(]got those of batches in a captured step"
+    with emulated_device(), pytest.raises(ValueError, match=need):
+        make("ChebConv")(torch.randn(20, FEATURES), room)
 
 
 @pytest.mark.parametrize("change", ["edited", "no longer asked for"])
@@ -290,26 +267,6 @@ def test_hooks_of_the_aggregation_take_pygs_path(name, options):
     assert not launched
     torch.testing.assert_close(out, other(x, EDGES), rtol=1e-5, atol=1e-6)
     assert "the aggregation module has hooks" in reasons_of(conv, x, EDGES)
-
-
-def test_a_static_graph_found_without_loops_takes_none():
-    """ChebConv takes other kernels on a graph with loops, which a capture cannot switch to."""
-
-    def source(loops):
-        dense = (torch.rand(12, 12) < 0.3).fill_diagonal_(loops)
-        data = SortEdges()(Data(edge_index=dense.nonzero().t().contiguous(), num_nodes=12))
-        batch = Batch.from_data_list([data])
-        return Graph.of_batch(batch, facts=BatchFacts.of(batch))
-
-    plain, looped = source(False), source(True)
-    edge_index = torch.full((2, 300), 39)
-    static = StaticGraph(plain, edge_index, 40, 3)
-    static.max_degree = 64
-    static.register()
-    assert static.takes(plain) and static.takes(looped)
-    with emulated_device() as launched:
-        make("ChebConv")(torch.randn(40, FEATURES), edge_index)
-    assert launched and static.takes(plain) and not static.takes(looped)
 
 
 # One of each kind: self-loops, weights, no weights, features of edges, gates, the Laplacian.

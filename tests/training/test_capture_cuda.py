@@ -9,14 +9,12 @@ from torch_geometric.data import Batch
 import pyg_dfgnn.nn
 from pyg_dfgnn.capture import Capacity, CapturedStep
 from pyg_dfgnn.distributed import Group
-from pyg_dfgnn.graph import BatchFacts, DeviceDataset, Graph, SortEdges, block_sparse
-from pyg_dfgnn.graph.node_ranges import diagonal_blocks
+from pyg_dfgnn.graph import DeviceDataset, Graph
 from pyg_dfgnn.models import AGNN, GAT, GraphTransformer
 from pyg_dfgnn.settings import local_settings
 from pyg_dfgnn.training.loaders import Batches, DeviceLoader, graph_batches
 from pyg_dfgnn.training.step import make_step
 from tests.capture.test_step import SCHEDULES, assert_same_evaluation, graph, train
-from tests.graph.brute import assert_same
 
 pytestmark = pytest.mark.cuda
 CUDA = torch.device("cuda")
@@ -47,7 +45,7 @@ def pair(name, dropout, data):
 
 
 def graphs(count=40):
-    return [SortEdges()(graph(10 + 7 * i % 30, i)) for i in range(count)]
+    return [graph(10 + 7 * i % 30, i) for i in range(count)]
 
 
 @pytest.mark.parametrize(
@@ -107,40 +105,6 @@ def test_a_captured_step_does_not_wait():
         torch.cuda.set_sync_debug_mode("default")
 
 
-@pytest.mark.parametrize("made_by", ["resident", "trusted"])
-def test_a_batch_costs_no_sync(made_by):
-    data = graphs()
-    resident = DeviceDataset(data, CUDA)
-    checked = Graph.of_batch(Batch.from_data_list(data).to(CUDA))
-    pinned = Batch.from_data_list(data).pin_memory()
-    ids = torch.arange(len(data))
-    # The bits of all graphs are made once, on the CPU's word of their sizes.
-    resident.batch(ids).edge_index.sum().item()
-    torch.cuda.synchronize()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        if made_by == "resident":
-            batch = resident.batch(ids)
-            graph_of = Graph.of_batch(batch)
-        else:
-            facts = BatchFacts.of(pinned)
-            batch = pinned.to(CUDA, non_blocking=True)
-            graph_of = Graph.of_batch(batch, facts=facts)
-        looped = Graph.of(batch.edge_index, batch.num_nodes, self_loops=True)
-        tiles = [block_sparse.of(graph_of, side, 64, False) for side in ("targets", "sources")]
-        assert looped.csc.max_degree > 0
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
-    assert_same(graph_of, checked)
-    for side, found in zip(("targets", "sources"), tiles):
-        want = block_sparse.of(checked, side, 64, False) if diagonal_blocks(checked) is not None else None
-        assert found.num_windows > 0
-    # The variant with loops takes its order from the graph without, which lives with its batch.
-    kept = Batch.from_data_list(data).to(CUDA)
-    want = Graph.of_batch(kept, self_loops=True)
-    assert all(torch.equal(a, b) for a, b in zip(looped.csc.arrays, want.csc.arrays))
-
-
 def test_prefetched_batches_are_whole():
     data = graphs(60)
     sums = []
@@ -160,20 +124,16 @@ def test_prefetched_batches_are_whole():
 def test_loaders_give_the_same_graphs():
     from pyg_dfgnn.datasets import Task
 
-    data = graphs(12)
-    plain = [graph(10 + 7 * i % 30, i) for i in range(12)]
-    task = Task("t", {"val": plain}, 5, 3)
+    data = [graph(10 + 7 * i % 30, i) for i in range(12)]
+    task = Task("t", {"val": data}, 5, 3)
     order = torch.Generator()
     options = {"batch_size": 5}
     for resident in (False, True):
-        found = graph_batches(task, CUDA, options, order, Group(), sort_edges=True, resident=resident, prefetch=True)[
-            "val"
-        ]
+        found = graph_batches(task, CUDA, options, order, Group(), resident=resident, prefetch=True)["val"]
         for batch, part in zip(found, torch.arange(12).split(5), strict=True):
             want = Batch.from_data_list([data[i] for i in part]).to(CUDA)
             for name in ("x", "y", "edge_index", "batch", "ptr"):
                 assert torch.equal(batch[name], want[name]), name
-            assert Graph.of_batch(batch).facts is not None
 
 
 @pytest.mark.parametrize("model", ["gt_small", "gat"])

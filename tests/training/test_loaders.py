@@ -11,7 +11,6 @@ from torch_geometric.data import Batch
 
 from pyg_dfgnn.datasets import Task
 from pyg_dfgnn.distributed import Group
-from pyg_dfgnn.graph import Graph
 from pyg_dfgnn.training import loaders
 from pyg_dfgnn.training.loaders import Seeds, graph_batches, sampled, whole_graph
 from pyg_dfgnn.training.metrics import IGNORED
@@ -30,12 +29,11 @@ def task_of(count=7):
     return Task("test", splits, 5, 3)
 
 
-@pytest.mark.parametrize("sort_edges", [False, True], ids=["plain", "sorted"])
 @pytest.mark.parametrize("resident", [False, True], ids=["host", "resident"])
-def test_each_graph_once_per_epoch(resident, sort_edges):
+def test_each_graph_once_per_epoch(resident):
     task, order = task_of(), torch.Generator().manual_seed(0)
     options = {"batch_size": 3, "num_workers": 0}
-    made = graph_batches(task, CPU, options, order, Group(), sort_edges=sort_edges, resident=resident, prefetch=True)
+    made = graph_batches(task, CPU, options, order, Group(), resident=resident, prefetch=True)
     orders = []
     for _ in range(2):
         assert len(made["train"]) == 3
@@ -44,9 +42,6 @@ def test_each_graph_once_per_epoch(resident, sort_edges):
         seen = [len(part) for batch in batches for part in batch.x.split(batch.ptr.diff().tolist())]
         assert sorted(seen) == [graph.num_nodes for graph in task.splits["train"]]
         orders.append(seen)
-        for batch in batches:
-            if sort_edges:
-                assert Graph.of(batch.edge_index, batch.num_nodes).facts is not None
     assert orders[0] != orders[1] and made["train"].host_s > 0
     (val,) = made["val"]
     want = Batch.from_data_list(task.splits["val"])

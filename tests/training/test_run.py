@@ -414,7 +414,6 @@ def test_cora_needs_no_more_than_its_name(tmp_path):
         (["device=gpu"], ValueError, r"'device' needs auto, cpu, cuda or cuda:<index> \(got 'gpu'\)"),
         (["device=cuda:99"], ValueError, r"'device' needs a GPU that is there: \d+ found \(got 'cuda:99'\)"),
         (["seed=abc"], TypeError, r"'seed' needs an integer \(got str 'abc'\)"),
-        (["backend.sort_edges=2"], TypeError, r"'backend.sort_edges' needs True or False \(got int 2\)"),
         (["trainer.loader.batch_size=0"], ValueError, r"'trainer.loader.batch_size' needs a value >= 1 \(got 0\)"),
         (["returns=speed"], ValueError, r"'returns' needs one of None, 'val_loss'.* \(got 'speed'\)"),
         (["resume=nowhere"], FileNotFoundError, r"'resume' needs a run folder .* \(got nowhere\)"),

@@ -20,7 +20,7 @@ import pyg_dfgnn.nn as ours
 from pyg_dfgnn.graph import DeviceDataset, Graph
 from pyg_dfgnn.graph.reorder import METHODS
 from pyg_dfgnn.reference.zoo import ZOO, random, zoo
-from pyg_dfgnn.transforms import Reorder, SortEdges, break_even_epochs, restore_order
+from pyg_dfgnn.transforms import Reorder, break_even_epochs, restore_order
 
 GRAPHS = [*(graph for graph in zoo() if graph.num_src == graph.num_dst), random(8, 8, 8, seed=4)]
 COO, CSR, CSC = torch.sparse_coo, torch.sparse_csr, torch.sparse_csc
@@ -246,12 +246,12 @@ def test_a_second_reordering_still_knows_the_first_order():
 
 def test_batches_of_reordered_graphs():
     members = [data_of(graph) for graph in GRAPHS if graph.num_src and graph.edge_type is None]
-    sorted_members = [SortEdges()(reordered(member)) for member in members]
-    (batch,) = DataLoader(sorted_members, batch_size=len(members))
+    others = [reordered(member) for member in members]
+    (batch,) = DataLoader(others, batch_size=len(members))
     whole = Batch.from_data_list(members)
     assert torch.equal(restore_order(batch.x, batch), whole.x)
     assert Graph.of_batch(batch).num_edges == whole.num_edges
-    resident = DeviceDataset(sorted_members).batch(torch.tensor([2, 0]))
+    resident = DeviceDataset(others).batch(torch.tensor([2, 0]))
     assert torch.equal(restore_order(resident.x, resident), torch.cat([members[2].x, members[0].x]))
     layer = pyg.GCNConv(6, 3).double()
     out = restore_order(layer(batch.x, batch.edge_index), batch)
@@ -309,8 +309,6 @@ def test_what_cannot_be_reordered_is_refused():
         reorder(HeteroData())
     with pytest.raises(ValueError, match=r"apply Reorder before batches are made \(got 'batch'\)"):
         reorder(Batch.from_data_list([data, data]))
-    with pytest.raises(ValueError, match="'data' needs Reorder before SortEdges"):
-        reorder(SortEdges()(data))
     with pytest.raises(TypeError, match=r"'data' needs a tensor 'edge_index' or a sparse 'adj_t' \(got \['x'\]\)"):
         reorder(Data(x=data.x))
     data.seed_index = torch.tensor([9])

@@ -23,7 +23,7 @@ from pyg_dfgnn.statements.spec import Spec
 
 hands_over = False
 deterministic = True
-refillable = True
+refillable = False
 
 MAX_CHANNELS = 128
 """Channels per head whose sums fit in the registers of a warp."""
@@ -113,8 +113,6 @@ def reasons_against(problem: AttentionProblem, direction: str, graph: Graph) -> 
     if reasons:
         return reasons
     warps, compact = _window(problem, graph)
-    if compact and graph.is_static:
-        return ["columns cannot be listed: other edges will take the place of these"]
     if compact and _splits(problem):
         # On an H200: at best 10 % faster in forward and slower in backward, with 1e-5 on a hub of 3,000 columns.
         return ["listed columns do not pay in full float32: it takes segments of nodes, 16 bits or TF32"]

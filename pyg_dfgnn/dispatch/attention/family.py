@@ -62,11 +62,6 @@ def leaves_dout_dlogit(problem: AttentionProblem, graph: Graph, settings: Settin
     """
     if not row_split.saves_dout_dlogit(problem.score, problem.edge):
         return False
-    kind = core.kind_of("dout_dlogit", problem, graph, settings)
-    return core.decide_once(kind, lambda: _dout_dlogit_pays(problem, graph, settings))
-
-
-def _dout_dlogit_pays(problem: AttentionProblem, graph: Graph, settings: Settings) -> bool:
     (forward,) = core.choose(FAMILY, problem, graph, FORWARD, replace(settings, fallback="silent"))
     if forward.plan.schedule == FAMILY.fallback or settings.schedule not in ("auto", "autotune"):
         return forward.plan.schedule == FAMILY.fallback

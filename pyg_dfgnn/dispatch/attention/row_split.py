@@ -264,9 +264,6 @@ def _plan_pass(problem: AttentionProblem, direction: str, graph: Graph) -> RowSp
             constants = with_whole_heads(problem, direction, constants, "packed")
         return RowSplitPlan(constants, INT32_MAX, 1)
     rows = graph.side(direction)
-    if graph.is_static:
-        # A list of long rows, or of blocks of columns, would not fit the edges to come.
-        return RowSplitPlan(pass_constants(problem, direction, wide=True), rows.max_degree, 1)
     constants = pass_constants(problem, direction, wide=True)
     if has_few_edges(rows.num_edges, rows.num_rows, constants):
         constants = pass_constants(problem, direction, wide=False)
@@ -286,8 +283,7 @@ def _plan_pass(problem: AttentionProblem, direction: str, graph: Graph) -> RowSp
         longest = max(1, int(sweep.pieces * ORDERED_EDGES))
         return RowSplitPlan(constants, longest, max(counted, blocks) if smaller else counted)
     max_edges = max_edges_of(rows.num_edges, rows.max_degree)
-    # A list of chunks asks the device for its length, which a batch that came without a sync should not.
-    joined = None if graph.facts is not None else _joined(problem, constants, direction, rows, max_edges)
+    joined = _joined(problem, constants, direction, rows, max_edges)
     if joined is not None:
         return joined
     if rows.max_degree > max_edges:

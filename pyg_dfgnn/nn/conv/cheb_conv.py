@@ -101,10 +101,13 @@ class ChebConv(AggregationConv, conv.ChebConv):
         """Return what travels along the edges of a call without reasons, and the factors of its sum and of the node.
 
         Raises:
-            ValueError: The edges change, as those of batches in a captured step do, and have weights or self-loops.
+            ValueError: The edges change, as those of batches in a captured step do.
         """
         graph, _, _ = self._edges(call._replace(self_loops=False), measured=True)
         assert isinstance(graph, Graph)
+        if graph.is_static:
+            need = "edges that stay as they are, since the layer looks for self-loops among them"
+            raise ValueError(f"'edge_index' needs {need} (got those of batches in a captured step)")
         # Without edge weights the largest entry, which PyG takes for half of lambda_max, is 1.
         largest = 2.0 if lambda_max is None else lambda_max
         is_number = isinstance(largest, (int, float)) and largest != 0
@@ -113,11 +116,6 @@ class ChebConv(AggregationConv, conv.ChebConv):
             domain = "sources" if self.flow == "source_to_target" else "targets"
             factor = 2.0 / largest
             return Sent(graph, scale=inverse_root_degree(graph, domain), dtype=x.dtype), -factor, factor - 1.0
-        if graph.is_static:
-            what = (
-                "sorted edges (SortEdges) of which none is a self-loop, and a number as 'lambda_max', where they change"
-            )
-            raise ValueError(f"'edge_index' needs {what} (got others)")
         weight = None if call.edge_attr is None else self._weight(call)
         edge_index, options = self._plain(call), (self.normalization, lambda_max)
         _, norm = self.__norm__(edge_index, x.size(0), weight, *options, dtype=x.dtype, batch=batch)

@@ -132,7 +132,7 @@ class JointConv(RelationalConv):
         reasons = edge_reasons(edge_index, form, "source_to_target", device)
         if form == "Graph":
             edges.check_sizes(edge_index, "source_to_target", sizes, None)
-            reasons += ["a StaticGraph in edge_index_dict"] if edge_index.is_static else []
+            reasons += ["a RefilledGraph in edge_index_dict"] if edge_index.is_static else []
         elif form != "tensor":
             declared = edges.declared_sizes(edge_index, form, "source_to_target")
             if any(have is not None and have != want for have, want in zip(declared, sizes)):

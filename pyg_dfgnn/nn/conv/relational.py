@@ -88,7 +88,7 @@ class RelationalConv(FusedConv):
         elif typed and (form != "Graph" or edge_index.relation is None):
             against.append("edge_type is missing")
         if form == "Graph" and edge_index.is_static:
-            against.append("a StaticGraph has no relations")
+            against.append("a RefilledGraph has no relations")
         call = self._gate((), nodes, edge_index, reasons=against, **options)
         return call._replace(edge_type=edge_type)
 

@@ -268,7 +268,7 @@ def _prepare(
 ) -> Prepared | tuple[str, ...]:
     """Return what runs a program, or every reason why no kernels do."""
     reasons = storage_reasons(dtype, rows.device)
-    reasons += ["the edges of a static graph change"] if rows.graph.is_static else []
+    reasons += ["the edges of the graph change"] if rows.graph.is_static else []
     if reasons:
         return tuple(reasons)
     try:
