@@ -30,7 +30,6 @@ from pyg_dfgnn.bench.generators import chung_lu
 from pyg_dfgnn.capture import CapturedStep, Recorder, Step
 from pyg_dfgnn.datasets import pattern
 from pyg_dfgnn.distributed import Group, PartitionedGraph, edges_of, own_share, partition, wrap
-from pyg_dfgnn.graph import Graph
 from pyg_dfgnn.paths import configs_dir
 from pyg_dfgnn.training.report import write_rows
 from pyg_dfgnn.training.run import train
@@ -222,9 +221,7 @@ def throughput(group: Group, small: bool) -> list[Result]:
 def _share(graphs: list[Data], group: Group) -> Any:
     """This process's share of a batch, on its device."""
     share = own_share(torch.arange(len(graphs)), group, edges_of(graphs)).tolist()
-    batch = Batch.from_data_list([graphs[index] for index in share]).to(group.device)
-    Graph.of_batch(batch)
-    return batch
+    return Batch.from_data_list([graphs[index] for index in share]).to(group.device)
 
 
 def _make_step(model: nn.Module, data: Data, group: Group, *, captured: bool) -> Step:

@@ -14,7 +14,6 @@ from functools import lru_cache, partial
 from typing import Any
 
 import torch
-from torch_geometric.data import Data
 
 from pyg_dfgnn.bench.generators import (
     chung_lu,
@@ -58,14 +57,12 @@ NODE_TYPE = "node_type"
 
 
 def compressed(bench: EdgeList) -> Graph:
-    """The package's Graph of a benchmark graph, from its cache; a batch is announced with its node offsets."""
-    if bench.ptr is None:
-        relations: dict[str, Any] = {"num_relations": 0 if bench.edge_type is None else bench.num_relations}
-        graph = Graph.of(bench.edge_index, bench.num_src, bench.num_dst, edge_type=bench.edge_type, **relations)
-        if bench.node_type is not None:
-            graph.derived(NODE_TYPE, lambda: bench.node_type)
-        return graph
-    return Graph.of_batch(Data(edge_index=bench.edge_index, num_nodes=bench.num_src, ptr=bench.ptr))
+    """The package's Graph of a benchmark graph, from its cache."""
+    relations: dict[str, Any] = {"num_relations": 0 if bench.edge_type is None else bench.num_relations}
+    graph = Graph.of(bench.edge_index, bench.num_src, bench.num_dst, edge_type=bench.edge_type, **relations)
+    if bench.node_type is not None:
+        graph.derived(NODE_TYPE, lambda: bench.node_type)
+    return graph
 
 
 BATCH = 1024

@@ -154,10 +154,8 @@ class Backend:
 
         A captured step does so itself with the batches that it takes.
         """
-        if not isinstance(batch, Batch):
+        if not (self.cuda_graph and isinstance(batch, Batch)):
             Graph.of(batch.edge_index, batch.num_nodes).csc  # noqa: B018
-        elif not self.cuda_graph:
-            Graph.of_batch(batch).csc  # noqa: B018
 
 
 @dataclass(frozen=True)

@@ -36,16 +36,12 @@ class Built:
         csc: Rows are sources, if the build has made it.
         source_sorted: Whether the sources ascend in the input order.
         stays: With replaced self-loops which input edges stay, bool [E].
-        graph_ptr: Node offsets of the graphs of a batch, int32 [num_graphs + 1].
-        max_graph_nodes: Nodes of the largest graph of a batch.
     """
 
     csr: Adjacency
     csc: Adjacency | None = None
     source_sorted: bool = False
     stays: Tensor | None = None
-    graph_ptr: Tensor | None = None
-    max_graph_nodes: int | None = None
 
 
 def moved(built: Built, move: Callable[[Tensor], Tensor]) -> Built:
@@ -57,8 +53,8 @@ def moved(built: Built, move: Callable[[Tensor], Tensor]) -> Built:
         rowptr, col = move(of.rowptr), move(of.col)
         return replace(of, rowptr=rowptr, col=col, perm=col if of.perm is of.col else move(of.perm))
 
-    stays, graph_ptr = (None if array is None else move(array) for array in (built.stays, built.graph_ptr))
-    return replace(built, csr=side(built.csr), csc=side(built.csc), stays=stays, graph_ptr=graph_ptr)
+    stays = None if built.stays is None else move(built.stays)
+    return replace(built, csr=side(built.csr), csc=side(built.csc), stays=stays)
 
 
 def check_sizes(num_src: int, num_dst: int) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -26,7 +25,6 @@ from pyg_dfgnn.graph.adjacency import (
     replace_self_loops,
     transpose,
 )
-from pyg_dfgnn.graph.batch import batch_edge_index, build_batch
 from pyg_dfgnn.graph.build import (
     Built,
     add_loops,
@@ -58,7 +56,7 @@ _builders: dict[tuple[str, str], Callable[[Graph], Adjacency]] = {}
 class Graph(Derived):
     """One edge set, compressed by target and, on first use, by any other pair of its domains.
 
-    Made by :meth:`of`, :meth:`of_pieces`, :meth:`of_batch`, :meth:`of_index`, :meth:`of_ptr` or :meth:`resolve`.
+    Made by :meth:`of`, :meth:`of_pieces`, :meth:`of_index`, :meth:`of_ptr` or :meth:`resolve`.
 
     All arrays are int32 on the device of the edges and never alias the user's. A graph knows no schedule: what one
     needs is kept by :meth:`derived` under a key of its own. Nothing changes a graph, so copies of what holds one
@@ -73,8 +71,6 @@ class Graph(Derived):
         csr: Rows are targets (the groups of a reduction), columns are sources.
         relation: Relation of each edge in input order, int32 [E]; None without `edge_type`.
         num_relations: Number of relations; 0 without `edge_type`.
-        graph_ptr: Node offsets of the graphs of a batch, int32 [num_graphs + 1]; None unless made by :meth:`of_batch`.
-        max_graph_nodes: Nodes of the largest graph of the batch; None unless made by :meth:`of_batch`.
         is_static: Whether other edges will be put into the same arrays, so that no list may depend on their degrees.
         is_measured: Whether the host knows more of the edges than their number.
         is_bare: Whether the sizes are all that is known: self-loops are numbered behind all edges, left out or not.
@@ -98,7 +94,6 @@ class Graph(Derived):
         self.num_src, self.num_dst, self.num_edges = csr.num_cols, csr.num_rows, csr.num_edges
         self.self_loops = self_loops
         self.relation, self.num_relations = relation, 0 if relation is None else sizes[-1]
-        self.graph_ptr, self.max_graph_nodes = built.graph_ptr, built.max_graph_nodes
         self._stays, self._source_sorted = built.stays, built.source_sorted
         # Weak, so that neither the cache nor autograd keeps the user's tensors, or a graph without loops, alive.
         tracked = all(not anchor.is_inference() for anchor in anchors)
@@ -107,7 +102,7 @@ class Graph(Derived):
         self._sizes = sizes
         self._base = None if base is None else weakref.ref(base)
         self._own_version: int | None = None
-        self._derived["input",] = relation, built.graph_ptr, built.stays
+        self._derived["input",] = relation, built.stays
         self._derived["adjacency", "targets", "sources"] = csr
         if built.csc is not None:
             self._derived["adjacency", "sources", "targets"] = built.csc
@@ -137,7 +132,7 @@ class Graph(Derived):
     def _parts(self) -> tuple[Any, ...]:
         """Return what :func:`_unpickled` makes the graph of: its edges, and no more than that is derived."""
         by_source = self.on_this_stream()._derived.get(("adjacency", "sources", "targets"))
-        built = Built(self.csr, by_source, self._source_sorted, self._stays, self.graph_ptr, self.max_graph_nodes)
+        built = Built(self.csr, by_source, self._source_sorted, self._stays)
         return built, self._sizes, self.self_loops, self.relation
 
     def _check_fixed(self, done: str) -> None:
@@ -338,43 +333,6 @@ class Graph(Derived):
         return graph if graph._streams is None else graph.on_this_stream()
 
     @staticmethod
-    def of_batch(batch: Any, *, self_loops: bool = False) -> Graph:
-        """The graph of a PyG batch, with the node offsets of its members; convs find it by `batch.edge_index`.
-
-        Args:
-            batch: `Batch` or `Data` with one edge type and a tensor `edge_index`.
-            self_loops: As in :meth:`of`.
-
-        Raises:
-            TypeError: The batch is heterogeneous, its `edge_index` no integer tensor, or `self_loops` no bool.
-            ValueError: As :meth:`of`; an edge crosses graphs.
-
-        Example:
-            >>> for batch in DataLoader(dataset, batch_size=32):
-            ...     batch = batch.to(device)
-            ...     Graph.of_batch(batch)
-            ...     out = model(batch.x, batch.edge_index)
-        """
-        check_bool("self_loops", self_loops)
-        edge_index = batch_edge_index(batch)
-        num_nodes = as_integer("num_nodes", batch.num_nodes)
-        anchors, sizes = (edge_index,), (num_nodes, num_nodes, False, False)
-        graph = _cache.get((id(edge_index), *sizes), anchors, (version_of(edge_index),))
-        if graph is None or graph.graph_ptr is None:
-            check_sizes(num_nodes, num_nodes)
-            with torch.inference_mode(False), torch.no_grad():
-                built = build_batch(batch, edge_index)
-            graph = Graph(built, anchors, sizes)
-            keep(graph, anchors, sizes)
-            # A variant with loops made before does not know the graphs of the batch.
-            _cache.entries.pop((id(edge_index), num_nodes, num_nodes, True, False), None)
-        if not self_loops:
-            return graph.on_this_stream()
-        if edge_index.is_inference():
-            return graph.with_loops()
-        return Graph.resolve(edge_index, num_nodes, num_nodes, True, False)
-
-    @staticmethod
     def cached_of(tensor: Tensor) -> list[Graph]:
         """The cached graphs that a tensor is an anchor of, for those who must keep them: captured CUDA graphs."""
         entries = list(_cache.entries.values())
@@ -432,7 +390,6 @@ class Graph(Derived):
         """A graph of the same edges with self-loops replaced, to be kept by the cache."""
         with torch.inference_mode(False), torch.no_grad():
             built = add_loops(self.csr)
-        built = replace(built, graph_ptr=self.graph_ptr, max_graph_nodes=self.max_graph_nodes)
         sizes = self.num_src, self.num_dst, True, *self._sizes[3:4]
         return Graph(built, self._live_anchors()[:1], sizes, self_loops=True, base=self)
 

@@ -50,7 +50,6 @@ class RefilledGraph(Graph):
         self.num_edges = edge_index.size(1) + (num_nodes if self_loops else 0)
         self.self_loops, self.transposed, self.batch_sizes = self_loops, transposed, batch_sizes
         self.relation, self.num_relations = None, 0
-        self.graph_ptr = self.max_graph_nodes = None
         self._sizes = num_nodes, num_nodes, self_loops, transposed
         self._anchors, self._versions = (TensorWeakRef(edge_index),), (edge_index._version,)
         self._stays, self._source_sorted, self._base, self._own_version = None, False, None, None

@@ -84,7 +84,6 @@ class UnmeasuredGraph(Graph):
         self.num_src, self.num_dst, self.self_loops = num_src, num_dst, self_loops
         self.num_edges = edge_index.size(1) + (min(num_src, num_dst) if self_loops else 0)
         self.relation, self.num_relations = None, 0
-        self.graph_ptr = self.max_graph_nodes = None
         self._anchors, self._versions, self._sizes = (TensorWeakRef(edge_index),), (edge_index._version,), sizes
         self._stays, self._source_sorted, self._base, self._own_version = None, False, None, None
         self.kind = power_below(self.num_edges, num_dst), power_below(self.num_edges, num_src), self_loops

@@ -2,10 +2,12 @@
 
 import torch
 from torch import Tensor
+from torch_geometric.data import Data
 from torch_geometric.utils import add_self_loops, remove_self_loops
 
 from pyg_dfgnn.graph import Adjacency, Graph
 from pyg_dfgnn.graph.chunks import rows_of
+from pyg_dfgnn.reference.zoo import random, zoo
 
 
 def with_loops(edge_index: Tensor, num_src: int, num_dst: int) -> Tensor:
@@ -39,3 +41,19 @@ def check_graph(graph: Graph, edge_index: Tensor, num_src: int, num_dst: int) ->
     check_side(graph, graph.csr, target, source, num_dst)
     check_side(graph, graph.csc, source, target, num_src)
     assert Graph.resolve(*graph.key) is graph
+
+
+def members(num=6):
+    """Graphs of all sizes, empty ones among them, with features that name each edge."""
+    found = [case for case in zoo() if case.num_src == case.num_dst and case.num_src > 0][:9]
+    found += [random(4 + seed, 4 + seed, 5 * seed, seed=seed) for seed in range(num)]
+    return [
+        Data(
+            x=torch.randn(case.num_src, 3),
+            edge_index=case.edge_index,
+            edge_attr=(case.edge_index[0] * 100 + case.edge_index[1]).float().view(-1, 1),
+            y=torch.zeros(1),
+            num_nodes=case.num_src,
+        )
+        for case in found
+    ]

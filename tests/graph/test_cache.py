@@ -69,7 +69,7 @@ def test_sizes_of_any_integer_type_find_the_same_graph(number, edge_index):
     assert Graph.of_index(relations, number(20)) is Graph.of_index(relations, 20)
     check_graph(Graph.of_pieces([edge_index], number(90), number(20), number(20)), edge_index, 20, 20)
     batch = Data(edge_index=edge_index.clone(), num_nodes=number(20))
-    assert Graph.of_batch(batch) is Graph.of(batch.edge_index, 20)
+    assert Graph.of(batch) is Graph.of(batch.edge_index, 20)
 
 
 def test_equal_content_in_another_tensor_is_another_graph(edge_index):

@@ -36,7 +36,7 @@ WAYS = {
 
 def batch():
     graphs = [Data(edge_index=random(n, n, 3 * n).edge_index, num_nodes=n) for n in (3, 7, 5)]
-    return Graph.of_batch(Batch.from_data_list(graphs))
+    return Graph.of(Batch.from_data_list(graphs))
 
 
 def edges():
@@ -64,12 +64,12 @@ GRAPHS = {
 
 def lists(graph):
     """All that a graph says of its edges; None for what it has not."""
-    ours = (*graph.csr.arrays, *graph.csc.arrays, graph.edge_index, graph.kept, graph.relation, graph.graph_ptr)
+    ours = (*graph.csr.arrays, *graph.csc.arrays, graph.edge_index, graph.kept, graph.relation)
     return [None if each is None else each.tolist() for each in ours]
 
 
 def numbers(graph):
-    sizes = graph.num_src, graph.num_dst, graph.num_edges, graph.num_relations, graph.max_graph_nodes
+    sizes = graph.num_src, graph.num_dst, graph.num_edges, graph.num_relations
     return *sizes, graph.self_loops, graph.has_loops, graph.device, graph.csr.max_degree
 
 

@@ -5,8 +5,7 @@ import torch
 from torch_geometric.data import Batch, Data
 
 from pyg_dfgnn.graph import DeviceDataset, Graph
-from tests.graph.brute import check_graph
-from tests.graph.test_batch import members
+from tests.graph.brute import check_graph, members
 
 PICKS = ([0, 1, 2], [5, 3, 3, 0, 9], list(range(15)), [4])
 
@@ -27,7 +26,7 @@ def test_resident_batch_equals_pygs(ids, host_syncs):
 
 def test_a_resident_batch_has_a_graph():
     batch = DeviceDataset(members()).batch(torch.tensor([7, 2, 11, 3]))
-    check_graph(Graph.of_batch(batch), batch.edge_index, batch.num_nodes, batch.num_nodes)
+    check_graph(Graph.of(batch), batch.edge_index, batch.num_nodes, batch.num_nodes)
 
 
 def test_what_cannot_be_gathered():

@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch_geometric.typing
 from torch_geometric import EdgeIndex
-from torch_geometric.data import Data, HeteroData
+from torch_geometric.data import Data
 from torch_geometric.utils import coalesce
 
 from pyg_dfgnn.graph import Graph
@@ -283,7 +283,7 @@ def test_sizes(sizes, name):
     [
         lambda edge_index, **options: Graph.of(edge_index, 2, **options),
         lambda edge_index, **options: Graph.of_pieces([edge_index], 2, 2, **options),
-        lambda edge_index, **options: Graph.of_batch(Data(edge_index=edge_index, num_nodes=2), **options),
+        lambda edge_index, **options: Graph.of(Data(edge_index=edge_index, num_nodes=2), **options),
     ],
     ids=["edges", "pieces", "batch"],
 )
@@ -314,8 +314,3 @@ def test_failed_build_leaves_nothing_behind():
     for _ in range(2):
         with pytest.raises(ValueError, match="source ids"):
             Graph.of(edge_index, 5)
-
-
-def test_heterogeneous_batch():
-    with pytest.raises(TypeError, match="'batch' needs one edge type"):
-        Graph.of_batch(HeteroData())

@@ -8,7 +8,9 @@ from torch_geometric.data import Batch, Data, HeteroData
 import pyg_dfgnn.nn as ours
 from pyg_dfgnn import Graph
 from pyg_dfgnn.graph import StaticGroups
+from pyg_dfgnn.graph import graph as graph_module
 from pyg_dfgnn.reference.zoo import random
+from tests.graph.brute import check_graph, members, with_loops
 
 NODES = 12
 EDGES = random(NODES, NODES, 40).edge_index
@@ -88,7 +90,7 @@ def graphs():
         "by source": by_source,
         "loops": Graph.of(EDGES, NODES, self_loops=True),
         "relations": Graph.of(EDGES, NODES, edge_type=torch.arange(40) % 3, num_relations=3),
-        "batch": Graph.of_batch(batch),
+        "batch": Graph.of(batch),
         "groups": Graph.of_index(torch.arange(9) // 3, 3),
     }
 
@@ -105,7 +107,6 @@ def test_moves(name):
         graph.num_relations,
         graph.self_loops,
     )
-    assert moved.max_graph_nodes == graph.max_graph_nodes
 
 
 def test_data_moves_the_graphs_in_it():
@@ -153,3 +154,25 @@ def test_data_on_a_gpu_runs_on_its_graph():
     ):
         assert moved.graph.device.type == "cuda"
         torch.testing.assert_close(conv.cuda()(moved.x, moved.graph).cpu(), want, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("self_loops", [False, True], ids=["plain", "loops"])
+def test_batch(self_loops):
+    batch = Batch.from_data_list(members())
+    graph = Graph.of(batch, self_loops=self_loops)
+    want = with_loops(batch.edge_index, batch.num_nodes, batch.num_nodes) if self_loops else batch.edge_index
+    check_graph(graph, want, batch.num_nodes, batch.num_nodes)
+    # Convs only see batch.edge_index.
+    assert Graph.of(batch.edge_index, batch.num_nodes, self_loops=self_loops) is graph
+
+
+def test_sampled_subgraphs():
+    """As a neighbour loader gives them: a new small bipartite edge_index per step, targets first among the sources."""
+    for seed in range(40):
+        case = random(60, 12, 45, seed=seed)
+        for loops in (False, True):
+            graph = Graph.of(case.edge_index, 60, 12, self_loops=loops)
+            want = with_loops(case.edge_index, 60, 12) if loops else case.edge_index
+            check_graph(graph, want, 60, 12)
+        del case, graph
+    assert len(graph_module._cache.entries) == 0

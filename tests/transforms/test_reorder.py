@@ -250,7 +250,7 @@ def test_batches_of_reordered_graphs():
     (batch,) = DataLoader(others, batch_size=len(members))
     whole = Batch.from_data_list(members)
     assert torch.equal(restore_order(batch.x, batch), whole.x)
-    assert Graph.of_batch(batch).num_edges == whole.num_edges
+    assert Graph.of(batch).num_edges == whole.num_edges
     resident = DeviceDataset(others).batch(torch.tensor([2, 0]))
     assert torch.equal(restore_order(resident.x, resident), torch.cat([members[2].x, members[0].x]))
     layer = pyg.GCNConv(6, 3).double()

@@ -425,11 +425,8 @@ def issued(direction: str, problem: AttentionProblem, rows: Adjacency, c: Mappin
 
 def stays_near(graph: Graph, node_bytes: int, gpu: Gpu) -> bool:
     """Whether what is gathered of the nodes of a segment, such as a graph of a batch, fits on a multiprocessor."""
-    longest = graph.max_graph_nodes
-    if longest is None:
-        blocks = diagonal_blocks(graph)
-        longest = None if blocks is None else blocks.longest
-    return longest is not None and longest * node_bytes <= gpu.shared_bytes
+    blocks = diagonal_blocks(graph)
+    return blocks is not None and blocks.longest * node_bytes <= gpu.shared_bytes
 
 
 STEMS: Mapping[str, str] = MappingProxyType(
