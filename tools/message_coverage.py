@@ -25,8 +25,8 @@ Written by `python -m tools.message_coverage`; a test compares it with the code.
 
 - *drop-in*: our class stands in for PyG's; its messages trace too.
 - *traced*: the messages are a program, whose operators are listed; outputs and gradients equal PyG's in float64.
-- *edge product*: traced, with a map of values that only edges have: a network of two layers here. On many edges kernels run
-  it, some targets at a time; with one `Linear` in its place they do on any.
+- *edge product*: traced, with a map of values that only edges have: a network of two layers here. On many edges kernels
+  run it, some targets at a time; with one `Linear` in its place they do on any.
 - *refused*: PyG's own code runs, for the reason shown.
 - *on kernels*: whether generated kernels run the messages and their gradients, where there is no drop-in, or why PyG's
   code runs on a GPU.
