@@ -41,6 +41,9 @@ class Settings:
             with new edges waits for the device, checks the ids and measures the graph.
         compile_messages: Whether layers that :func:`pyg_dfgnn.accelerate` has marked run compiled messages; False
             leaves them to PyG. The environment variable `PYG_DFGNN_COMPILE_MESSAGES=0` makes False the default.
+        edge_chunks: Whether compiled messages that make rows of edges, such as networks on `[x_i, x_j, e]`, run some
+            targets at a time on large graphs: in a fraction of the memory of PyG's code, which runs by default, and in
+            more time.
         linear: Whose products linear layers have. With `"torch"` they stay as they are. With `"kernels"`
             :func:`pyg_dfgnn.accelerate` makes drop-ins of them, which give large products in float32 to kernels.
     """
@@ -51,6 +54,7 @@ class Settings:
     check_ids: str = "later"
     compile_messages: bool = os.environ.get("PYG_DFGNN_COMPILE_MESSAGES", "1") != "0"
     linear: str = "torch"
+    edge_chunks: bool = False
 
     def __post_init__(self) -> None:
         check_choice("schedule", self.schedule, SCHEDULES)
@@ -59,6 +63,7 @@ class Settings:
         check_choice("check_ids", self.check_ids, ("later", "now"))
         check_choice("compile_messages", self.compile_messages, (True, False))
         check_choice("linear", self.linear, ("torch", "kernels"))
+        check_choice("edge_chunks", self.edge_chunks, (True, False))
 
     @property
     def leaves_new(self) -> bool:

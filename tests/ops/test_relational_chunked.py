@@ -9,6 +9,7 @@ from torch_geometric.utils import softmax
 
 import pyg_dfgnn
 from pyg_dfgnn.ops.relational import chunked
+from pyg_dfgnn.settings import local_settings
 from tests.emu import needs_compiler
 from tests.kernels.emulated import emulated_device
 
@@ -98,7 +99,8 @@ def counted(monkeypatch):
     monkeypatch.setattr(chunked, "_LEAST_EDGES", 16)
     walk = chunked.Chunked.walk
     monkeypatch.setattr(chunked.Chunked, "walk", lambda self, rows: ran.extend(walk(self, rows)) or walk(self, rows))
-    return ran
+    with local_settings(edge_chunks=True):
+        yield ran
 
 
 @needs_compiler
@@ -167,6 +169,24 @@ def test_memory_is_that_of_a_chunk(dtype):
 
     theirs, want = peak()
     pyg_dfgnn.accelerate(nn.ModuleList([layer]))
-    mine, got = peak()
+    with local_settings(edge_chunks=True):
+        mine, got = peak()
     assert mine < theirs / 2
     torch.testing.assert_close(got, want, rtol=5e-2, atol=2e-2 * want.abs().max().item())
+
+
+@needs_compiler
+def test_chunks_are_asked_for(monkeypatch):
+    monkeypatch.setattr(chunked, "_CHUNK", 8_000)
+    monkeypatch.setattr(chunked, "_LEAST_EDGES", 16)
+    layer, edge_index = Filter(), edges("random")
+    pyg_dfgnn.accelerate(nn.ModuleList([layer]))
+    x, edge_attr = torch.randn(NODES, F), torch.randn(EDGES, EDGE)
+    with emulated_device() as launched:
+        counts = []
+        for asks in (False, True, False):
+            with local_settings(edge_chunks=asks, check_ids="now"):
+                before = len(launched)
+                layer(x, edge_index, edge_attr)
+                counts.append(len(launched) - before)
+    assert counts[0] == counts[2] < counts[1]

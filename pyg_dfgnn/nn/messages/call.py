@@ -100,14 +100,14 @@ def kind_of(layer: Any, method: str, kwargs: Mapping[str, Any], edges: Any) -> t
 def is_settled(layer: Any, method: str, kwargs: Mapping[str, Any], edges: Any) -> bool:
     """Return whether PyG's function takes a call without a further question."""
     kinds = _settled.peek(layer)
-    if not kinds or watchers or current().fallback == "error":
+    if not kinds or watchers or current().fallback == "error" or current().edge_chunks:
         return False
     return kind_of(layer, method, kwargs, edges) in kinds and not any(map(_may_wait, kwargs.values()))
 
 
 def is_pygs(layer: Any) -> bool:
     """Return whether PyG's functions took the last calls of a layer, and will take the next."""
-    if not _settled.peek(layer) or watchers:
+    if not _settled.peek(layer) or watchers or current().edge_chunks:
         return False
     return all(reasons for reasons, _ in last.of(layer).values())
 
@@ -349,7 +349,9 @@ class _Runnable:
         self, program: Program, inputs: dict[str, Tensor], names: Sequence[str], reasons: list[str]
     ) -> Mapping[str, Tensor] | None:
         """Return outputs of a program, None with the reasons why no kernels give them."""
-        if _refused and backend() is KERNELS and (kind := self._kind(program, inputs, names)) in _refused:
+        # What runs in chunks depends on how many edges there are.
+        knows = bool(_refused) and backend() is KERNELS and not current().edge_chunks
+        if knows and (kind := self._kind(program, inputs, names)) in _refused:
             reasons += _refused[kind][1]
             self.is_refused = True
             return None

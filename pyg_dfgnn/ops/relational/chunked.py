@@ -1,7 +1,7 @@
 """Programs that make rows of edges, run on some targets with all of their edges at a time.
 
 What a program stores for every edge, such as the layers of a network on `[x_i, x_j, e]`, so takes memory for the edges
-of one chunk, which the L2 cache holds. The backward pass computes a chunk anew: saved are inputs alone.
+of one chunk. The backward pass computes a chunk anew: saved are inputs alone.
 """
 
 from __future__ import annotations
@@ -25,8 +25,9 @@ from pyg_dfgnn.ir.passes import Passes
 from pyg_dfgnn.ir.steps import Lowered
 from pyg_dfgnn.ops.eager import apply_of, differentiable, unpack_saved
 from pyg_dfgnn.ops.relational.program import Prepared, again, apply, rows_of
+from pyg_dfgnn.settings import current
 
-_CHUNK, _LEAST_EDGES = 1 << 24, 1 << 12
+_CHUNK, _LEAST_EDGES = 1 << 26, 1 << 12
 """Numbers that are stored for the edges of a chunk, forward and backward, and the fewest edges of one."""
 
 
@@ -163,7 +164,9 @@ def edges_of_chunk(lowered: Lowered, inputs: Collection[str]) -> int:
 
 
 def takes_chunks(program: Program, sizes: Mapping[Domain, int], wrt: Sequence[str], passes: Passes) -> bool:
-    """Return whether a program that makes rows of edges runs in chunks on a graph of these sizes."""
+    """Return whether a program that makes rows of edges runs in chunks on a graph of these sizes, as settings ask."""
+    if not current().edge_chunks:
+        return False
     parts = parts_of(passes.run(program, sizes))
     if parts is None:
         return False
@@ -177,14 +180,15 @@ def takes_chunks(program: Program, sizes: Mapping[Domain, int], wrt: Sequence[st
 
 
 def chunked_of(prepared: Prepared, rows: Rows, dtype: torch.dtype) -> Chunked | None:
-    """Return what runs a program in chunks; None where it has too few edges for two, or cannot be split by targets.
+    """Return what runs a program in chunks; None where settings do not ask for chunks, where it has too few edges for
+    two, or where it cannot be split by targets.
 
     Args:
         prepared: What runs it on all edges at once.
         rows: The rows.
         dtype: Dtype of the inputs.
     """
-    parts = parts_of(prepared.passes.run(prepared.program, rows.sizes))
+    parts = parts_of(prepared.passes.run(prepared.program, rows.sizes)) if current().edge_chunks else None
     if parts is None:
         return None
     try:

@@ -304,7 +304,7 @@ def _found(
         check_type("outputs", outputs, (tuple, list), "a list of names")
         outputs = tuple(outputs)
     has_grad = torch.is_grad_enabled()
-    facts: list[Any] = [id(program), outputs, None if passes is ALL_PASSES else passes]
+    facts: list[Any] = [id(program), outputs, None if passes is ALL_PASSES else passes, current().edge_chunks]
     for name, tensor in inputs.items():
         if not isinstance(tensor, Tensor):
             check_tensor(name, tensor)
