@@ -156,3 +156,30 @@ def test_the_calls_of_one_forward_count_once():
     for turn in range(2):
         assert all(is_new(layer, edge_index, "propagate", turn) for _ in range(5))
     assert not is_new(layer, edge_index, "propagate", 2)
+
+
+class Gate(pyg.MessagePassing):
+    """Products of joined rows, which become products of nodes: many operations where PyG's code has few."""
+
+    def __init__(self):
+        super().__init__(aggr="add")
+        self.lin = nn.Linear(2 * FEATURES, FEATURES)
+
+    def forward(self, x, edge_index):
+        return self.propagate(edge_index, x=x)
+
+    def message(self, x_i, x_j):
+        return torch.sigmoid(self.lin(torch.cat([x_i, x_j], dim=-1))) * x_j
+
+
+@needs_compiler
+@pytest.mark.parametrize(("kind", "is_left"), [(Gate, True), (lambda: pyg.GENConv(FEATURES, FEATURES), False)])
+def test_messages_of_more_operations_than_pygs_launches_are_left_on_few_edges(kind, is_left):
+    x, edge_index = torch.randn(30, FEATURES), edges()
+    layer = kind()
+    want = layer(x, edge_index)
+    pyg_dfgnn.accelerate(nn.ModuleList([layer]))
+    with emulated_device() as launched:
+        for _ in range(4):
+            torch.testing.assert_close(layer(x, edge_index), want, rtol=1e-4, atol=1e-5)
+    assert bool(launched) is not is_left
