@@ -15,7 +15,7 @@ from pyg_dfgnn.ir.lanes import Refusal
 from pyg_dfgnn.ir.lowering import lower
 from pyg_dfgnn.ir.passes import Passes
 from pyg_dfgnn.nn import DROP_INS, messages
-from pyg_dfgnn.nn.messages.backend import stored_reasons
+from pyg_dfgnn.ops.relational.backend import stored_reasons
 from pyg_dfgnn.reference.zoo import ZOO
 from pyg_dfgnn.settings import local_settings
 from tests.nn.message_cases import EDGE_MLP, REFUSED, TRACED, Case, Inputs, twins, watched

@@ -22,7 +22,6 @@ from pyg_dfgnn.ir.rows import Rows
 from pyg_dfgnn.nn.fallback import NO_DEVICE, SMALL, report_fallback
 from pyg_dfgnn.nn.gate import hooks_of, transform_reasons
 from pyg_dfgnn.nn.messages.adjacency import adjacency_reasons, is_sparse_matrix, with_edges
-from pyg_dfgnn.nn.messages.backend import KERNELS, backend
 from pyg_dfgnn.nn.messages.edits import may_wait_in
 from pyg_dfgnn.nn.messages.lazy import EdgeValue, Pending, join, left_by, may_wait
 from pyg_dfgnn.nn.messages.refusals import with_lines
@@ -32,6 +31,7 @@ from pyg_dfgnn.nn.owned import OfLayers
 from pyg_dfgnn.nn.visits import leave
 from pyg_dfgnn.ops.core import draw_seed
 from pyg_dfgnn.ops.relational import rows_of
+from pyg_dfgnn.ops.relational.backend import KERNELS, backend
 from pyg_dfgnn.settings import current
 
 _refused: dict[tuple[Any, ...], tuple[Program, tuple[str, ...]]] = {}

@@ -1,4 +1,4 @@
-"""What runs the programs of compiled layers: kernels, hand-written ones where these compute the same, or the oracle."""
+"""What runs the programs of captured layers: kernels, hand-written ones where these compute the same, or the oracle."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from pyg_dfgnn.dispatch.core import fused_device_types
 from pyg_dfgnn.ir import interpret
 from pyg_dfgnn.ir.program import Program
 from pyg_dfgnn.ir.rows import Rows
-from pyg_dfgnn.nn.messages.refusals import stored_reasons
+from pyg_dfgnn.ir.steps import Buffer
 from pyg_dfgnn.ops.families import Match, match
-from pyg_dfgnn.ops.relational import Prepared, prepared_for
+from pyg_dfgnn.ops.relational.program import Prepared, prepared_for
 
 Run = Callable[[Rows, Mapping[str, Tensor]], Mapping[str, Tensor]]
 """Runs a program: (rows, inputs) -> outputs."""
@@ -59,6 +59,12 @@ def match_of(program: Program, dtype: torch.dtype, device: torch.device, outputs
 def dtype_of(inputs: Mapping[str, Tensor]) -> torch.dtype:
     """Return the common dtype of the inputs of a program, but for seeds."""
     return next(tensor.dtype for tensor in inputs.values() if tensor.is_floating_point())
+
+
+def stored_reasons(buffers: Sequence[Buffer]) -> list[str]:
+    """Return the reason of rows that kernels would store for every edge, which PyG's path does as fast."""
+    names = ", ".join(f"{buffer.name} : {buffer.domain}{list(buffer.shape)}" for buffer in buffers)
+    return [f"rows of edges are mapped, which kernels would store ({names})"] if buffers else []
 
 
 def _kernels_for(
