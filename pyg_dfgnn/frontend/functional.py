@@ -131,7 +131,7 @@ def functionalise(graph: Graph) -> Effects:
         bases = [node for node in earlier if node not in of_storage]
         plain = [_plain(node) for node in of_storage]
         if len(bases) != 1 or bases[0].op in ("placeholder", "get_attr") or None in plain:
-            pinned.update(sharing[key])
+            pinned.update((*earlier, of_storage[-1]))
             continue
         _replace(bases[0], dict(zip(of_storage, plain)))
     before: dict[Node, Node | None] = {}

@@ -194,6 +194,8 @@ class Draft:
         domain = E if sizes[:1] == [self.mesh.edges] else D if sizes[:1] == [target_size] else One
         meta = self._meta(value, None if domain is One else 0)
         t, name = self.tracer, node.name
+        if any(t.domain_of_size(size) is not None for size in (meta.shape if domain is One else meta.shape[1:])):
+            raise t.stop("rows meet another dimension")
         if meta.dtype is torch.bool:
             number = t._input(name, domain, tuple(meta.shape if domain is One else meta.shape[1:]))
             symbol = Symbol.of(meta, number, None if domain is One else domain, shared=True)
@@ -222,21 +224,32 @@ class Draft:
         return self.external(node)
 
     def may_repeat(self, node: Node) -> bool:
-        """Return whether a node may be computed here also if it is computed elsewhere: it reads less than it gives."""
-        if node.op not in ("call_function", "call_method") or "effect" in node.meta or "random" in node.meta:
+        """Return whether a node that is computed elsewhere may be computed here too: it waits for no reduction, and
+        reads less than it gives.
+        """
+        if not node.op.startswith("call_") or "effect" in node.meta or "random" in node.meta:
             return False
         name, tensors = name_of(node), [x for x in node.all_input_nodes if isinstance(value_of(x), Tensor)]
-        if name in GATHERS and any(x in self.ends for x in tensors):
+        if gathered(node, self.ends) is not None:
             return True
         if name in VIEWS and tensors and (self.may_repeat(tensors[0]) or tensors[0] in self.symbols):
             return True
-        if "place" in node.meta or not self.is_row_of_edge(node) or any(x in self.ends for x in tensors):
+        if not self.is_row_of_edge(node) or any(x in self.ends for x in tensors):
             return False
         if name in _WIDE:
             width, own = tensors[0], value_of(node)
             is_narrow = value_of(width).dim() == 2 and expression_of(value_of(width).shape[1])
             return bool(self.is_row_of_edge(width) and is_narrow and is_narrow <= _NARROW and is_narrow < own.shape[-1])
+        if "place" in node.meta:
+            return "light" in node.meta
         return all(self.is_row_of_edge(x) or not value_of(x).dim() or x.op == "placeholder" for x in tensors)
+
+    def is_light(self, node: Node) -> bool:
+        """Return whether a traced node waits for no reduction of its region."""
+        if name_of(node) in REDUCTIONS or name_of(node) in _WIDE or "random" in node.meta:
+            return False
+        places = [x for x in self.reads.get(node, ()) if x.meta.get("place") is self]
+        return all("light" in x.meta for x in places)
 
     # Tracing ---------------------------------------------------------------------------------------------------------
 

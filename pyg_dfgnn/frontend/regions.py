@@ -117,7 +117,6 @@ class Partition:
         fold_sizes(graph)
         self.effects: Effects = functionalise(graph)
         for node in graph.nodes:
-            node.meta.pop("place", None)
             if node in self.effects.before:
                 node.meta["random" if name_of(node) == "dropout" else "effect"] = True
         self.ends = _find_ends(graph)
@@ -154,7 +153,8 @@ class Partition:
         self.after: dict[Node, int] = {}
         found: list[str] = []
         for node in self.graph.nodes:
-            node.meta.pop("place", None)
+            for key in ("place", "light"):
+                node.meta.pop(key, None)
             previous = self.effects.before.get(node)
             # Ids wait for the edges, whatever they are expanded like.
             operands = node.all_input_nodes[:1] if node in self.ends else node.all_input_nodes
@@ -176,6 +176,8 @@ class Partition:
                 continue
             if draft is not None:
                 self.place[node], node.meta["place"] = draft, draft
+                if draft.is_light(node):
+                    node.meta["light"] = True
                 is_copied = gathered(node, self.ends) is not None and self._is_copied(node)
                 self.after[node] = waits if is_copied else draft.level + 1
         self._found = found
@@ -301,7 +303,7 @@ class Partition:
 
     def _uses(self) -> Iterator[Node]:
         for node in self.graph.nodes:
-            if gathered(node, self.ends) is not None or _reduces(node, self.ends) is not None:
+            if node.users and (gathered(node, self.ends) is not None or _reduces(node, self.ends) is not None):
                 yield node
 
     def against(self) -> list[str]:
