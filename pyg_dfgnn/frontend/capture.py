@@ -18,6 +18,12 @@ MARK = "_pyg_dfgnn_captured"
 """Attribute of a layer that is captured."""
 _WRAPPER = "_pyg_dfgnn_captures"
 """Attribute of our wrapper around the forward of a class: the class."""
+_HOOKS = tuple(
+    f"_{method}_forward_{kind}"
+    for method in ("propagate", "message", "aggregate", "message_and_aggregate", "edge_update")
+    for kind in ("pre_hooks", "hooks")
+)
+"""Hooks of PyG, which its own code leaves out while it is compiled."""
 DYNAMO: dict[str, Any] = {
     "assume_static_by_default": False,
     "automatic_dynamic_shapes": True,
@@ -86,6 +92,7 @@ class Mark:
     def __init__(self, kind: type) -> None:
         self.kind = kind
         self.forward: Callable[..., Any] | None = None
+        self.parts: list[dict[str, Any]] = []
         forward = kind.forward  # type: ignore[attr-defined]
         if getattr(forward, _WRAPPER, None) is not kind:
             kind.forward = _wrapped(forward, kind)  # type: ignore[attr-defined]
@@ -102,6 +109,10 @@ def _wrapped(own: Callable[..., Any], kind: type) -> Callable[..., Any]:
             return own(self, *args, **kwargs)
         if mark.forward is None:
             mark.forward = _function(self, own)
+            mark.parts = [part.__dict__ for part in self.modules() if _HOOKS[0] in part.__dict__]
+        for part in mark.parts:
+            if part["_explain"] or any([part[name] for name in _HOOKS]):
+                return own(self, *args, **kwargs)
         return mark.forward(self, *args, **kwargs)
 
     setattr(forward, _WRAPPER, kind)

@@ -59,9 +59,17 @@ def _find_ends(graph: Graph) -> dict[Node, Ends]:
             continue
         like = value_of(edges)
         is_list = isinstance(like, Tensor) and like.dim() == 2 and like.dtype in (torch.int64, torch.int32)
-        if is_list and type(row) is int and row in (0, 1, -1, -2) and expression_of(like.shape[0]) == 2:
+        if is_list and type(row) is int and row in (0, 1, -1, -2) and _is_two(like.shape[0]):
             ends[node] = Ends(edges, row % 2)
     return ends
+
+
+def _is_two(size: Any) -> bool:
+    """Return whether a size is 2; where it was 2 in the call that is captured, other sizes compile anew."""
+    found = expression_of(size)
+    if isinstance(found, int):
+        return found == 2
+    return bool(found.is_symbol and size.node.has_hint() and size.node.hint == 2 and int(size) == 2)
 
 
 def _reduces(node: Node, ends: dict[Node, Ends]) -> Ends | None:

@@ -544,6 +544,7 @@ class Tracer(TorchFunctionMode):
                 self.widest = meta.dtype if self.widest is None else torch.promote_types(self.widest, meta.dtype)
             have, want = self.shape(number), symbol.sizes
             fits = len(have) <= len(want) and all(a in (1, b) for a, b in zip(have[::-1], want[::-1]))
-            if not fits or (rows is not None and self.domain_of_size(meta.size(symbol.lead)) not in (rows, S)):
+            counts = {self.sizes.sources, self.sizes.edges if rows is E else self.sizes.targets}
+            if not fits or (rows is not None and int(meta.size(symbol.lead)) not in counts):
                 raise self.stop(f"a row of {list(want)} that the program takes for {list(have)}")
         return symbol
