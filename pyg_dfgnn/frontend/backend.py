@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from torch.fx import Graph, GraphModule, Node
 
+from pyg_dfgnn.frontend.derived import written_group
 from pyg_dfgnn.frontend.functional import value_of
 from pyg_dfgnn.frontend.importer import Draft, expression_of
 from pyg_dfgnn.frontend.regions import Partition
@@ -27,15 +28,18 @@ class Captured(NamedTuple):
 
     Attributes:
         regions: Its programs.
-        counts: Numbers of gathers and reductions by the ends of edges: all, and those in programs.
+        counts: Numbers of gathers and reductions by the ends of edges: all but those that depend on the edges alone,
+            and those in programs.
         reasons: What of the edges stays torch's, with the line that asks for it.
         nodes: Number of nodes of the graph.
+        derived: Number of nodes that depend on the edges alone, which are computed once for edges that stay.
     """
 
     regions: tuple[Region, ...]
     counts: tuple[int, int]
     reasons: tuple[str, ...]
     nodes: int
+    derived: int = 0
 
 
 watchers: list[Callable[[Captured], None]] = []
@@ -48,7 +52,7 @@ def backend(module: GraphModule, example_inputs: Sequence[Any]) -> Callable[...,
         captured, run = _compiled(module)
     except Exception as error:
         # A user's layer runs as it would have without us.
-        _logger.warning("a captured graph stays PyTorch's (%s: %s)", type(error).__name__, error, exc_info=True)
+        _logger.warning("a captured graph stays PyTorch's (%s: %s)", type(error).__name__, error)
         captured, run = (
             Captured((), (0, 0), (f"{type(error).__name__}: {error}",), len(module.graph.nodes)),
             module.forward,
@@ -77,10 +81,9 @@ def _compiled(module: GraphModule) -> tuple[Captured, Callable[..., Any]]:
         except Refusal as refusal:
             partition.refuse(current, "; ".join(refusal.reasons))
     count = sum(node.op not in ("placeholder", "output") for node in graph.nodes)
-    captured = Captured(
-        tuple(region for region, _ in regions.values()), partition.counts(), tuple(partition.against()), count
-    )
-    if not regions:
+    programs, reasons = tuple(region for region, _ in regions.values()), tuple(partition.against())
+    captured = Captured(programs, partition.counts(), reasons, count, len(partition.derived))
+    if not regions and not partition.derived:
         return captured, module.forward
     compiled = GraphModule(module, _written(partition, regions))
     return captured, compiled.forward
@@ -142,7 +145,7 @@ def _size(partition: Partition, draft: Draft, arguments: list[Node], size: Any) 
     others = [node for node in partition.graph.nodes if partition.after.get(node, draft.level + 1) <= draft.level]
     for node in (*arguments, *others):
         value = value_of(node)
-        if partition.is_kept(node):
+        if partition.is_kept(node) or (node in partition.derived and partition.derived.issuperset(node.users)):
             continue
         axis = None
         if isinstance(value, Tensor):
@@ -182,6 +185,9 @@ def _written(partition: Partition, regions: dict[Draft, tuple[Region, list[Node]
     def copy(node: Node) -> None:
         if node in copies:
             return
+        if node in partition.derived:
+            derive()
+            return
         if partition.is_kept(node) and node not in partition.torch:
             place(partition.place[node])
             return
@@ -190,6 +196,15 @@ def _written(partition: Partition, regions: dict[Draft, tuple[Region, list[Node]
             copy(operand)
         copies[node] = graph.node_copy(node, lambda x: copies[x])
 
+    def derive() -> None:
+        compute, arguments, outputs = written_group(partition.graph, partition.derived)
+        for node in arguments:
+            copy(node)
+        called = graph.call_function(_named(compute, "of_edges"), tuple(copies[node] for node in arguments))
+        copies.update(dict.fromkeys(partition.derived))
+        for k, node in enumerate(outputs):
+            copies[node] = graph.call_function(operator.getitem, (called, k))
+
     def place(draft: Draft) -> None:
         if draft in done:
             return
@@ -197,12 +212,7 @@ def _written(partition: Partition, regions: dict[Draft, tuple[Region, list[Node]
         region, arguments = regions[draft]
         for node in arguments:
             copy(node)
-
-        def call(*args: Any) -> Any:
-            return region(*args)
-
-        call.__name__ = call.__qualname__ = f"region_{len(done)}"
-        called = graph.call_function(call, tuple(copies[node] for node in arguments))
+        called = graph.call_function(_named(region, f"region_{len(done)}"), tuple(copies[node] for node in arguments))
         for k, node in enumerate(partition.outputs[draft]):
             copies[node] = graph.call_function(operator.getitem, (called, k))
 
@@ -211,3 +221,13 @@ def _written(partition: Partition, regions: dict[Draft, tuple[Region, list[Node]
             copy(node)
     graph.lint()
     return graph
+
+
+def _named(function: Callable[..., Any], name: str) -> Callable[..., Any]:
+    """Return a function that a graph can call by a name."""
+
+    def call(*args: Any) -> Any:
+        return function(*args)
+
+    call.__name__ = call.__qualname__ = name
+    return call

@@ -37,11 +37,13 @@ class Effects(NamedTuple):
 
     Attributes:
         before: Node with an effect -> the one before it.
+        impure: Nodes among these that draw, check, or call what nothing is known of.
         pinned: Nodes that share memory with what is edited in place.
         context: Name of a function that changes how later ones run, which no region may be moved over; empty if none.
     """
 
     before: dict[Node, Node | None]
+    impure: set[Node]
     pinned: set[Node]
     context: str
 
@@ -135,19 +137,19 @@ def functionalise(graph: Graph) -> Effects:
             continue
         _replace(bases[0], dict(zip(of_storage, plain)))
     before: dict[Node, Node | None] = {}
-    last, context = None, ""
+    impure, last, context = set[Node](), None, ""
     for node in graph.nodes:
-        if node.op in ("placeholder", "output", "get_attr"):
+        if not node.op.startswith("call_"):
             continue
         name = name_of(node)
         context = name if name in _CONTEXTS else context
         is_custom = isinstance(node.target, (torch._ops.OpOverload, torch._ops.HigherOrderOperator))
-        if name == "dropout" and _is_idle(node):
-            continue
-        touches = node in pinned or any(x in pinned for x in node.all_input_nodes)
-        if touches or is_custom or any(part in name for part in (*_RANDOM, *_EFFECTS)) or node.op == "call_module":
+        is_named = any(part in name for part in (*_RANDOM, *_EFFECTS)) and not (name == "dropout" and _is_idle(node))
+        if is_custom or is_named or node.op == "call_module":
+            impure.add(node)
+        if node in impure or node in pinned or any(x in pinned for x in node.all_input_nodes):
             before[node], last = last, node
-    return Effects(before, pinned, context)
+    return Effects(before, impure, pinned, context)
 
 
 def _replace(base: Node, plain: dict[Node, Any]) -> None:

@@ -227,7 +227,7 @@ class Draft:
         """Return whether a node that is computed elsewhere may be computed here too: it waits for no reduction, and
         reads less than it gives.
         """
-        if not node.op.startswith("call_") or "effect" in node.meta or "random" in node.meta:
+        if not node.op.startswith("call_") or node.meta.keys() & {"effect", "random", "derived"}:
             return False
         name, tensors = name_of(node), [x for x in node.all_input_nodes if isinstance(value_of(x), Tensor)]
         if gathered(node, self.ends) is not None:

@@ -6,13 +6,13 @@ reads a function of it that stays torch's, is of the next level; so regions neve
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.fx import Graph, Node
 
+from pyg_dfgnn.frontend.derived import derived_nodes
 from pyg_dfgnn.frontend.functional import Effects, fold_sizes, functionalise, name_of, value_of
 from pyg_dfgnn.frontend.importer import (
     CONSTANTS,
@@ -129,7 +129,10 @@ class Partition:
                 node.meta["random" if name_of(node) == "dropout" else "effect"] = True
         self.ends = _find_ends(graph)
         self.meshes = {} if self.effects.context else _meshes(graph, self.ends)
-        self.forced: set[Node] = set()
+        self.derived = set() if self.effects.context else derived_nodes(graph, self.effects, self.ends)
+        self.forced: set[Node] = set(self.derived)
+        for node in self.derived:
+            node.meta["derived"] = True
         self.kept: dict[Draft, list[Node]] = {}
         self.outputs: dict[Draft, list[Node]] = {}
         self.reasons: list[str] = [f"`{self.effects.context}` inside the graph"] if self.effects.context else []
@@ -305,14 +308,13 @@ class Partition:
         return node in self.ends or ((name_of(node) in CONSTANTS or name_of(node) in FILLS) and node in draft.symbols)
 
     def counts(self) -> tuple[int, int]:
-        """Return how many gathers and reductions by ends of edges there are, and how many are in regions."""
-        uses = list(self._uses())
-        return len(uses), sum(any(node in nodes for nodes in self._sets.values()) for node in uses)
+        """Return how many gathers and reductions by ends of edges there are, and how many are in regions.
 
-    def _uses(self) -> Iterator[Node]:
-        for node in self.graph.nodes:
-            if node.users and (gathered(node, self.ends) is not None or _reduces(node, self.ends) is not None):
-                yield node
+        What is derived from the edges alone is left out.
+        """
+        uses = [node for node in self.graph.nodes if node.users and node not in self.derived]
+        uses = [node for node in uses if gathered(node, self.ends) or _reduces(node, self.ends)]
+        return len(uses), sum(any(node in nodes for nodes in self._sets.values()) for node in uses)
 
     def against(self) -> list[str]:
         """Return why parts of what is on edges stay torch's."""

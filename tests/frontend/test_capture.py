@@ -8,10 +8,13 @@ import pytest
 import torch
 from torch.func import functional_call, grad, vmap
 from torch_geometric.nn import GATConv, SAGEConv
+from torch_geometric.utils import add_self_loops, degree
 
 from pyg_dfgnn import frontend
 from pyg_dfgnn.bench.cases.messages import GatedGCN, Temperature
 from pyg_dfgnn.frontend import compile_layer, release_layer
+from pyg_dfgnn.frontend.derived import EdgeDerived
+from tests.frontend.layers import Sum
 
 NODES, EDGES, CHANNELS = 23, 71, 8
 
@@ -238,3 +241,47 @@ def test_released_layer_runs_its_own_code(x, edge_index, captured):
     layer = compile_layer(GatedGCN(CHANNELS).double())
     release_layer(layer)(x, edge_index)
     assert not captured and frontend.capture.MARK not in layer.__dict__
+
+
+class Normed(Sum):
+    """A sum over edges with self-loops, scaled by degrees: what depends on the edges alone takes most of it."""
+
+    def forward(self, x, edge_index):
+        edge_index, _ = add_self_loops(edge_index, num_nodes=x.size(0))
+        scale = degree(edge_index[1], x.size(0), x.dtype).pow(-0.5)
+        return self.propagate(edge_index, x=x, edge=scale[edge_index[0]] * scale[edge_index[1]])
+
+    def message(self, x_j, edge):
+        return edge.view(-1, 1) * x_j
+
+
+def test_what_depends_on_edges_alone_is_computed_once_for_edges_that_stay(x, edge_index, captured, monkeypatch):
+    computed = []
+    run = EdgeDerived._run
+    monkeypatch.setattr(EdgeDerived, "_run", lambda self, args: computed.append(args) or run(self, args))
+    layer, own = compile_layer(Normed().double()), Normed().double()
+    for _ in range(3):
+        assert_equal(layer, own, x, edge_index)
+    assert len(computed) == 1 and captured[0].derived and captured[0].counts == (2, 2)
+    edge_index[0, :5] = edge_index[1, :5]
+    assert_equal(layer, own, x, edge_index)
+    assert_equal(layer, own, x, edge_index.flip(0))
+    assert len(computed) == 3
+    assert_equal(layer, own, torch.cat([x, x]), edge_index)
+    assert len(computed) == 4 and len(captured) == 1
+
+
+class Edited(Normed):
+    """A layer whose user edits what it has made of the edges."""
+
+    def forward(self, x, edge_index):
+        edge_index, _ = add_self_loops(edge_index, num_nodes=x.size(0))
+        return self.propagate(edge_index, x=x, edge=x.new_ones(edge_index.size(1))), edge_index
+
+
+def test_edits_of_what_was_derived_are_seen(x, edge_index):
+    layer, own = compile_layer(Edited().double()), Edited().double()
+    for _ in range(3):
+        out, loops = layer(x, edge_index)
+        torch.testing.assert_close((out, loops), own(x, edge_index))
+        loops.zero_()
