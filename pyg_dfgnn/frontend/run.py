@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -9,10 +10,15 @@ import torch
 from torch import Tensor
 
 from pyg_dfgnn.graph.made import Seen, graph_of
+from pyg_dfgnn.graph.unmeasured import MEASURED_EDGES, VISITS
 from pyg_dfgnn.ir.program import SEED, Program
 from pyg_dfgnn.ops.core import draw_seed
-from pyg_dfgnn.ops.relational.backend import backend
+from pyg_dfgnn.ops.graph import may_be_unmeasured
+from pyg_dfgnn.ops.relational.backend import backend, is_small
 from pyg_dfgnn.ops.relational.program import rows_of
+from pyg_dfgnn.settings import current
+
+_MOST_VISITS = 64
 
 
 class Place(NamedTuple):
@@ -67,12 +73,15 @@ class Region:
         self.has_seed = SEED in program.inputs
         self.reasons: Sequence[str] = ()
         self._seen: Seen = {}
+        self._visits: dict[int, list[Any]] = {}
 
     def __call__(self, *args: Any) -> Any:
         """Return the outputs."""
-        current, edges = backend(), args[self.edges]
-        if current.devices is not None and edges.device.type not in current.devices:
+        runs, edges = backend(), args[self.edges]
+        if runs.devices is not None and edges.device.type not in runs.devices:
             return self._by_torch(args, ("the device has no kernels",))
+        if edges.is_cuda and self._is_left(edges):
+            return self._by_torch(args, ("the edges are new or few",))
         (source, axis), (target, other) = self.sizes
         num_src = args[source] if axis is None else args[source].size(axis)
         num_dst = args[target] if other is None else args[target].size(other)
@@ -87,7 +96,7 @@ class Region:
                 tensor = tensor.movedim(rows_axis, 0)
             inputs[name] = tensor if tensor.dtype is dtype else tensor.to(dtype)
         rows = rows_of(graph)
-        run = current.find(self.program, rows, inputs, self.names)
+        run = runs.find(self.program, rows, inputs, self.names)
         if not callable(run):
             return self._by_torch(args, run)
         if self.has_seed:
@@ -105,6 +114,19 @@ class Region:
                 for x, (kind, axis) in zip(results, self.results)
             ]
         return results
+
+    def _is_left(self, edges: Tensor) -> bool:
+        """Note a call, and return whether torch takes edges that are new, or a few launches on few edges."""
+        count = edges.size(1)
+        if count >= MEASURED_EDGES or not may_be_unmeasured() or current().deterministic:
+            return False
+        known = self._visits.get(id(edges))
+        if known is None or known[0]() is not edges:
+            if len(self._visits) >= _MOST_VISITS:
+                self._visits.clear()
+            known = self._visits[id(edges)] = [weakref.ref(edges), 0]
+        known[1] += 1
+        return known[1] <= VISITS or is_small(self.program, count)
 
     def _by_torch(self, args: Sequence[Any], reasons: Sequence[str]) -> Any:
         self.reasons = reasons

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from math import prod
 from typing import Any, NamedTuple
 
 import torch
@@ -31,7 +30,7 @@ from pyg_dfgnn.nn.owned import OfLayers
 from pyg_dfgnn.nn.visits import leave
 from pyg_dfgnn.ops.core import draw_seed
 from pyg_dfgnn.ops.relational import rows_of
-from pyg_dfgnn.ops.relational.backend import KERNELS, backend
+from pyg_dfgnn.ops.relational.backend import KERNELS, backend, is_small
 from pyg_dfgnn.settings import current
 
 _refused: dict[tuple[Any, ...], tuple[Program, tuple[str, ...]]] = {}
@@ -63,28 +62,6 @@ watchers: list[Callable[[Any, str, Outcome, Sequence[str]], None]] = []
 
 last: OfLayers[dict[str, tuple[tuple[str, ...], bool]]] = OfLayers(dict)
 """Of the last call of each method of a layer: the reasons why PyG's code ran, and whether its code has a program."""
-
-_FEW_LAUNCHES = 4
-_FEW_NUMBERS = 1 << 22
-_LAUNCHES = {"input": 0, "const": 0, "view": 0, "expand": 0, "slice": 0, "permute": 0, "detach": 0, "softmax": 8}
-"""Launches of PyG's code for an operator on edges; of others 1."""
-_weights: dict[int, tuple[Program, int, int]] = {}
-"""Number of a program -> the program, which so stays alive, PyG's launches on edges, and its widest row of an edge."""
-
-
-def is_small(program: Program, num_edges: int) -> bool:
-    """Return whether PyG's few launches for a program take less time than what the host does for kernels of it."""
-    known = _weights.get(id(program))
-    if known is None:
-        if len(_weights) >= _MOST_REFUSED:
-            _weights.clear()
-        of_edges = [value for value in program.values if value.domain is E]
-        launches = sum(_LAUNCHES.get(value.op, 1) for value in of_edges)
-        # Rows of edges that the layer returns are written by a program of their own.
-        launches -= _FEW_LAUNCHES * sum(program.values[i].domain is E for _, i in program.outputs)
-        known = _weights[id(program)] = program, launches, max((prod(v.shape) for v in of_edges), default=1)
-    return known[1] <= _FEW_LAUNCHES and num_edges * known[2] < _FEW_NUMBERS
-
 
 _settled: OfLayers[set[tuple[Any, ...]]] = OfLayers(set)
 """The kinds of calls of a layer of which no program is made."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
+from math import prod
 from typing import Any, NamedTuple
 
 import torch
@@ -12,6 +13,7 @@ from torch import Tensor
 
 from pyg_dfgnn.dispatch.core import fused_device_types
 from pyg_dfgnn.ir import interpret
+from pyg_dfgnn.ir.domains import E
 from pyg_dfgnn.ir.program import Program
 from pyg_dfgnn.ir.rows import Rows
 from pyg_dfgnn.ir.steps import Buffer
@@ -54,6 +56,28 @@ def match_of(program: Program, dtype: torch.dtype, device: torch.device, outputs
             _matched.pop(next(iter(_matched)))
         known = _matched[key] = program, found
     return known[1]
+
+
+_FEW_LAUNCHES = 4
+_FEW_NUMBERS = 1 << 22
+_LAUNCHES = {"input": 0, "const": 0, "view": 0, "expand": 0, "slice": 0, "permute": 0, "detach": 0, "softmax": 8}
+"""Launches of PyG's code for an operator on edges; of others 1."""
+_weights: dict[int, tuple[Program, int, int]] = {}
+"""Number of a program -> the program, which so stays alive, PyG's launches on edges, and its widest row of an edge."""
+
+
+def is_small(program: Program, num_edges: int) -> bool:
+    """Return whether PyG's few launches for a program take less time than what the host does for kernels of it."""
+    known = _weights.get(id(program))
+    if known is None:
+        if len(_weights) >= _MOST_MATCHED:
+            _weights.clear()
+        of_edges = [value for value in program.values if value.domain is E]
+        launches = sum(_LAUNCHES.get(value.op, 1) for value in of_edges)
+        # Rows of edges that the layer returns are written by a program of their own.
+        launches -= _FEW_LAUNCHES * sum(program.values[i].domain is E for _, i in program.outputs)
+        known = _weights[id(program)] = program, launches, max((prod(v.shape) for v in of_edges), default=1)
+    return known[1] <= _FEW_LAUNCHES and num_edges * known[2] < _FEW_NUMBERS
 
 
 def dtype_of(inputs: Mapping[str, Tensor]) -> torch.dtype:
