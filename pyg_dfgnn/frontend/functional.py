@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import inspect
 import operator
+import re
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -27,9 +28,11 @@ _CONTEXTS = frozenset(
     "_set_grad_enabled _enter_autocast _exit_autocast _enter_inference_mode _exit_inference_mode".split()
 )
 """Functions that change how all later ones run."""
-_RANDOM = ("dropout", "rand", "bernoulli", "normal", "multinomial", "poisson", "exponential", "uniform")
-_EFFECTS = ("_assert", "_log_api_usage", "batch_norm", "print")
-"""Parts of the names of functions whose order matters: those that draw, check, or write to running statistics."""
+_RANDOM = re.compile(
+    "_?(rand.*|.*dropout.*|bernoulli|normal|multinomial|poisson|exponential|uniform|rrelu|gumbel_softmax|_assert.*"
+    "|_log_api_usage.*|print|batch_norm|instance_norm)_?"
+)
+"""Names of functions whose order matters: those that draw, check, or write to running statistics."""
 
 
 class Effects(NamedTuple):
@@ -74,7 +77,9 @@ def _edits(node: Node) -> bool:
         return True
     if isinstance(node.target, torch._ops.OpOverload):
         return bool(node.target._schema.is_mutable)
-    return (name.endswith("_") and not name.endswith("__")) or _bound(node).get("inplace") is True
+    # `and_` and `or_` of Python edit nothing.
+    is_named = name.endswith("_") and not name.endswith("__") and getattr(node.target, "__module__", "") != "_operator"
+    return is_named or _bound(node).get("inplace") is True
 
 
 def _bound(node: Node) -> dict[str, Any]:
@@ -112,9 +117,11 @@ def _plain(node: Node) -> tuple[str, Any, tuple[Any, ...], dict[str, Any]] | Non
 
 
 def _is_idle(node: Node) -> bool:
-    """Return whether a dropout drops nothing."""
-    named = _bound(node)
-    return named.get("training", True) is False or named.get("p", 0.5) == 0
+    """Return whether a dropout drops nothing, or a norm takes its running statistics."""
+    named, name = _bound(node), name_of(node)
+    if name == "dropout" and named.get("p", 0.5) == 0:
+        return True
+    return name in ("dropout", "batch_norm") and named.get("training", name == "dropout") is False
 
 
 def functionalise(graph: Graph) -> Effects:
@@ -144,7 +151,7 @@ def functionalise(graph: Graph) -> Effects:
         name = name_of(node)
         context = name if name in _CONTEXTS else context
         is_custom = isinstance(node.target, (torch._ops.OpOverload, torch._ops.HigherOrderOperator))
-        is_named = any(part in name for part in (*_RANDOM, *_EFFECTS)) and not (name == "dropout" and _is_idle(node))
+        is_named = _RANDOM.fullmatch(name) is not None and not _is_idle(node)
         if is_custom or is_named or node.op == "call_module":
             impure.add(node)
         if node in impure or node in pinned or any(x in pinned for x in node.all_input_nodes):
@@ -170,6 +177,35 @@ def _replace(base: Node, plain: dict[Node, Any]) -> None:
             current = node
             names.add(node)
         node = node.next
+
+
+def detach_no_grad(graph: Graph, is_enabled: bool) -> None:
+    """Let what runs without gradients read detached tensors, in place of a change of the mode.
+
+    Args:
+        graph: The graph.
+        is_enabled: Whether gradients are recorded where it begins.
+    """
+    changes = [node for node in graph.nodes if name_of(node) == "_set_grad_enabled"]
+    if not changes or not is_enabled or any(not isinstance(node.args[0], bool) for node in changes):
+        return
+    inside, detached, is_on = set[Node](), dict[Node, Node](), True
+    for node in list(graph.nodes):
+        if node in changes:
+            is_on = node.args[0]
+            graph.erase_node(node)
+        elif not is_on and node.op.startswith("call_"):
+            inside.add(node)
+            for operand in node.all_input_nodes:
+                value = value_of(operand)
+                if operand in inside or not isinstance(value, Tensor) or not value.requires_grad:
+                    continue
+                if operand not in detached:
+                    with graph.inserting_before(node):
+                        detached[operand] = graph.call_method("detach", (operand,))
+                    detached[operand].meta["example_value"] = value.detach()
+                    detached[operand].stack_trace = node.stack_trace
+                node.replace_input_with(operand, detached[operand])
 
 
 def fold_sizes(graph: Graph) -> None:

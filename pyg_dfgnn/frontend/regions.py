@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.fx import Graph, Node
 
 from pyg_dfgnn.frontend.derived import derived_nodes
-from pyg_dfgnn.frontend.functional import Effects, fold_sizes, functionalise, name_of, value_of
+from pyg_dfgnn.frontend.functional import Effects, detach_no_grad, fold_sizes, functionalise, name_of, value_of
 from pyg_dfgnn.frontend.importer import (
     CONSTANTS,
     FILLS,
@@ -122,6 +122,7 @@ class Partition:
 
     def __init__(self, graph: Graph, autocast: tuple[str, torch.dtype] | None, device: torch.device) -> None:
         self.graph, self.autocast, self.device = graph, autocast, device
+        detach_no_grad(graph, torch.is_grad_enabled())
         fold_sizes(graph)
         self.effects: Effects = functionalise(graph)
         for node in graph.nodes:

@@ -310,15 +310,17 @@ class DecidesByNumbers(Sum):
         return out * 2 if out.sum() > 0 else out - 1
 
 
-@layer(TORCH)
+@layer(FUSED)
 class UnderNoGrad(Sum):
     def forward(self, x, edge_index, edge):
         with torch.no_grad():
             scale = torch.zeros_like(x) + x.mean()
         return self.propagate(edge_index, x=x, scale=scale)
 
-    def message(self, x_j, scale_i):
-        return x_j * scale_i
+    def message(self, x_i, x_j, scale_i):
+        with torch.no_grad():
+            largest = x_i.abs().amax(1, keepdim=True)
+        return x_j * scale_i * largest + x_i
 
 
 @layer(FUSED)
