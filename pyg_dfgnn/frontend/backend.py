@@ -119,6 +119,8 @@ def _region(partition: Partition, draft: Draft, autocast: tuple[str, torch.dtype
         node, _ = draft.sources[tracer.types[0]]
         arguments += [node] if node not in arguments else []
         types = Place(arguments.index(node), 0), tracer.types[1]
+    for node in partition.outputs[draft]:
+        _cuts(draft, node, arguments)
     places = {name: Place(arguments.index(node), axis) for name, (node, axis) in inputs.items()}
     by_torch = _by_torch(partition, draft, arguments)
     region = Region(
@@ -159,6 +161,23 @@ def _size(partition: Partition, draft: Draft, arguments: list[Node], size: Any) 
             arguments.append(node)
         return Place(arguments.index(node), axis)
     raise Refusal("the number of nodes is not known before the edges are read")
+
+
+def _cuts(draft: Draft, output: Node, arguments: Sequence[Node]) -> list[tuple[int, Node]]:
+    """Return the dimensions of an output that end before the last node, with the arguments that are their sizes.
+
+    Raises:
+        Refusal: No argument is such a size.
+    """
+    cuts = []
+    for axis, size in enumerate(map(expression_of, value_of(output).shape)):
+        if size in draft.mesh.largest:
+            known = [node for node in arguments if isinstance(value_of(node), torch.SymInt)]
+            known = [node for node in known if expression_of(value_of(node)) == size]
+            if not known:
+                raise Refusal("a number of nodes that is computed from ids")
+            cuts.append((axis, known[0]))
+    return cuts
 
 
 def _by_torch(partition: Partition, draft: Draft, arguments: Sequence[Node]) -> Callable[..., Any]:
@@ -215,6 +234,8 @@ def _written(partition: Partition, regions: dict[Draft, tuple[Region, list[Node]
         called = graph.call_function(_named(region, f"region_{len(done)}"), tuple(copies[node] for node in arguments))
         for k, node in enumerate(partition.outputs[draft]):
             copies[node] = graph.call_function(operator.getitem, (called, k))
+            for axis, size in _cuts(draft, node, arguments):
+                copies[node] = graph.call_method("narrow", (copies[node], axis, 0, copies[size]))
 
     for node in partition.graph.nodes:
         if node.op == "placeholder" or node in partition.torch or node in partition.effects.before:

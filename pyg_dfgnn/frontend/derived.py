@@ -14,6 +14,8 @@ from pyg_dfgnn.frontend.functional import Effects, name_of, value_of
 from pyg_dfgnn.frontend.importer import CONSTANTS, FILLS, REDUCTIONS, VIEWS, Ends, expression_of
 
 _CHECKS = ("_assert", "sym_size")
+_COMPUTED = ("item", "add", "sym_sum")
+"""Functions that give sizes computed from numbers of a tensor."""
 _MOST_ENTRIES = 4
 
 
@@ -25,6 +27,8 @@ def derived_nodes(graph: Graph, effects: Effects, ends: dict[Node, Ends]) -> set
         members = _members(graph, effects, roots, ends, effects.pinned)
     cheap = {x for x in members if x in ends or _is_constant(x) or not isinstance(value_of(x), Tensor)}
     worthy = [x for x in members - cheap if any(user not in members or user in cheap for user in x.users)]
+    # For the largest id the host waits.
+    worthy += [x for x in cheap if isinstance(value_of(x), torch.SymInt) and name_of(x) in _COMPUTED]
     group = set[Node]()
     # Edits in place and checks have no readers.
     waiting = [*worthy, *(x for x in members if worthy and (x in effects.pinned or name_of(x).startswith("_assert")))]

@@ -64,11 +64,13 @@ class Mesh(NamedTuple):
         edges: Number of edges.
         nodes: Numbers of nodes.
         target: Row of the edges that most reductions go to.
+        largest: Largest ids plus one, which code takes for a number of targets that it was not told.
     """
 
     edges: Any
     nodes: tuple[Any, Any]
     target: int
+    largest: frozenset[Any] = frozenset()
 
     @property
     def is_square(self) -> bool:
@@ -111,7 +113,9 @@ class Draft:
         device: torch.device,
         autocast: tuple[str, torch.dtype] | None,
     ) -> None:
-        self.edges, self.level, self.mesh, self.ends = edges, level, mesh, ends
+        self.edges, self.level, self.mesh = edges, level, mesh
+        # Ids of other edges are numbers here.
+        self.ends = {node: end for node, end in ends.items() if end.edges is edges}
         self.primes = fake_sizes((), mesh.is_square, large=True)
         self.tracer = _NodeTracer(FUNCTIONS, {}, self.primes, device, autocast)
         self.edge_symbol = self.tracer.edge_index("source_to_target" if mesh.target else "target_to_source")
@@ -139,6 +143,9 @@ class Draft:
         for known, prime in zip((self.mesh.edges, source_size, target_size), self.primes):
             if found == known:
                 return prime
+        if found in self.mesh.largest:
+            # Rows of nodes without edges are read by none.
+            return self.primes.targets
         if not may_fix or not isinstance(size, torch.SymInt) or found.free_symbols & self._row_symbols():
             raise self.tracer.stop("a size that neither edges nor their ends have")
         return int(size)

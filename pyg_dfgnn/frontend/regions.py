@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.fx import Graph, Node
+from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 
 from pyg_dfgnn.frontend.derived import derived_nodes
 from pyg_dfgnn.frontend.functional import Effects, detach_no_grad, fold_sizes, functionalise, name_of, value_of
@@ -81,6 +82,21 @@ def _reduces(node: Node, ends: dict[Node, Ends]) -> Ends | None:
     return ends.get(index) if isinstance(index, Node) else None
 
 
+def _is_computed(size: Any) -> bool:
+    """Return whether a size is computed from numbers of a tensor."""
+    return not isinstance(size, int) and any(free_unbacked_symbols(symbol) for symbol in size.free_symbols)
+
+
+def _largest(graph: Graph, ends: dict[Node, Ends], own: Ends) -> frozenset[Any]:
+    """Return the sizes that are the largest of some ids plus one."""
+    found = set()
+    for node in graph.nodes:
+        most = node.args[0] if name_of(node) == "item" and node.args else None
+        if isinstance(most, Node) and name_of(most) == "max" and ends.get(most.args[0]) == own:  # type: ignore[arg-type]
+            found.add(expression_of(value_of(node)) + 1)
+    return frozenset(found)
+
+
 def _meshes(graph: Graph, ends: dict[Node, Ends]) -> dict[Node, Mesh]:
     """Return the sizes of each graph some of whose edges are reduced."""
     sizes: dict[tuple[Node, int], list[Any]] = {}
@@ -98,10 +114,13 @@ def _meshes(graph: Graph, ends: dict[Node, Ends]) -> dict[Node, Mesh]:
     meshes = {}
     for edges, rows in reduced.items():
         target = max((1, 0), key=rows.count)
-        by_row = [sizes.get((edges, row), sizes[edges, target])[-1] for row in (0, 1)]
+        every = [sizes.get((edges, row), sizes[edges, target]) for row in (0, 1)]
+        # Features tell the number of nodes; what is computed from ids may be less.
+        by_row = [next((size for size in reversed(each) if not _is_computed(size)), each[-1]) for each in every]
+        largest = _largest(graph, ends, Ends(edges, target)) - {by_row[target]}
         count = expression_of(value_of(edges).shape[1])
         if not any(isinstance(size, int) for size in (count, *by_row)) and count not in by_row:
-            meshes[edges] = Mesh(count, (by_row[0], by_row[1]), target)
+            meshes[edges] = Mesh(count, (by_row[0], by_row[1]), target, largest)
     return meshes
 
 

@@ -212,6 +212,33 @@ class LargestIdAsSize(nn.Module):
 
 
 @layer(FUSED)
+class SoftmaxOfUncountedNodes(Sum):
+    def message(self, x_i, x_j, index):
+        return softmax((x_i * x_j).sum(-1, keepdim=True), index) * x_j
+
+
+@layer(FUSED)
+class SumToUncountedNodes(Sum):
+    def aggregate(self, inputs, index):
+        return scatter(inputs, index, 0, reduce="sum")
+
+    def message(self, x_i, x_j):
+        return x_i * x_j
+
+
+@layer(TORCH)
+class SumToAsManyNodesAsATensorSays(Sum):
+    def forward(self, x, edge_index, edge):
+        return self.propagate(edge_index, x=x, count=torch.tensor(x.size(0) + 3))
+
+    def aggregate(self, inputs, index, count):
+        return scatter(inputs, index, 0, dim_size=int(count), reduce="sum")
+
+    def message(self, x_i, x_j):
+        return x_i * x_j
+
+
+@layer(FUSED)
 class MatrixPerEdge(Sum):
     def __init__(self):
         super().__init__("mean")
@@ -345,3 +372,21 @@ class BothDirections(Sum):
 
     def message(self, x_i, x_j):
         return x_j * x_i.sigmoid()
+
+
+@layer(FUSED)
+class SharesWeightsOfTheOtherDirection(Sum):
+    """A layer whose weights of edges, of gathered rows and a softmax, are read with the edges reversed."""
+
+    def __init__(self):
+        super().__init__()
+        self.lin = nn.Linear(WIDTH, 1)
+
+    def forward(self, x, edge_index, edge):
+        score = self.lin(x)[edge_index[0]] - 2 * self.lin(x)[edge_index[1]]
+        share = softmax(score, edge_index[1], num_nodes=x.size(0))
+        hidden = self.propagate(edge_index, x=x, edge=share * score)
+        return self.propagate(edge_index.flip(0), x=hidden, edge=score.tanh())
+
+    def message(self, x_j, edge):
+        return x_j * edge
