@@ -40,7 +40,7 @@ _LAZY = {
     "capture_step": "pyg_dfgnn.capture",
     **dict.fromkeys(("accelerate", "describe_plan", "report", "restore"), "pyg_dfgnn.nn"),
 }
-_MODULES = frozenset("capture datasets errors graph ir models nn ops training transforms utils".split())
+_MODULES = frozenset("capture datasets errors frontend graph ir models nn ops training transforms utils".split())
 
 
 def __getattr__(name: str) -> Any:

@@ -24,6 +24,7 @@ ALLOWED = {
     "reference": {"graph"},
     "ir": {"reference", "runtime", "graph"},
     "ops": {"dispatch", "ir", "reference", "runtime", "graph"},
+    "frontend": {"ops", "ir", "graph"},
     "nn": {"ops", "dispatch", "ir", "reference", "graph"},
     "capture": {"distributed", "nn", "ops", "graph"},
     "utils": {"nn"},

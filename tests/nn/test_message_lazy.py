@@ -8,8 +8,8 @@ from torch_geometric.utils import softmax
 
 import pyg_dfgnn
 from pyg_dfgnn.nn import messages
-from pyg_dfgnn.nn.messages.backend import INTERPRETER, Backend, running
 from pyg_dfgnn.nn.messages.lazy import EdgeValue
+from pyg_dfgnn.ops.relational.backend import INTERPRETER, Backend, running
 from pyg_dfgnn.reference.zoo import ZOO
 from pyg_dfgnn.settings import local_settings
 from tests.emu import needs_compiler

@@ -23,8 +23,8 @@ from pyg_dfgnn.ir import (
     sum_to,
     to,
 )
-from pyg_dfgnn.nn.messages.backend import Backend, running
 from pyg_dfgnn.ops.families import match
+from pyg_dfgnn.ops.relational.backend import Backend, running
 from pyg_dfgnn.reference.zoo import ZOO
 from tests.nn.message_cases import FEATURES, WIDTH, Inputs, twins
 

@@ -12,6 +12,7 @@ from math import prod
 from typing import NamedTuple
 
 from pyg_dfgnn.ir.domains import FEW, Domain, One, determines, join
+from pyg_dfgnn.ir.keeping import ADD
 from pyg_dfgnn.ir.program import RANGED, Builder, Program, Value, broadcast, rewrite
 
 Sizes = Mapping[Domain, int]
@@ -105,9 +106,9 @@ def _scaled_map(program: Program, i: int) -> _Scaled | None:
     if value.op != "sum" or program.uses[value.args[0]] > 1:
         return None
     operand = values[value.args[0]]
-    pairs = (operand.args, operand.args[::-1]) if operand.op in ("mul", "add") else ((value.args[0], None),)
+    pairs = (operand.args, operand.args[::-1]) if operand.op in ("mul", ADD) else ((value.args[0], None),)
     for inner, other in pairs:
-        scale, bias = (None, other) if operand.op == "add" else (other, None)
+        scale, bias = (None, other) if operand.op == ADD else (other, None)
         factor = () if scale is None else values[scale].shape
         is_bias = bias is None or (values[bias].domain is One and values[bias].shape == value.shape)
         if _is_map(program, inner) and factor[-1:] in ((), (1,)) and is_bias:

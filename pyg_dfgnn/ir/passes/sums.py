@@ -8,6 +8,7 @@ from math import prod
 from typing import NamedTuple
 
 from pyg_dfgnn.ir.domains import FEW, Domain, E, determines
+from pyg_dfgnn.ir.keeping import ADD
 from pyg_dfgnn.ir.pointwise import POINTWISE
 from pyg_dfgnn.ir.program import Builder, Program, Shape, Value, rewrite, through
 
@@ -56,7 +57,7 @@ def join_pads(program: Program) -> Program:
         return inner, before, before + builder.values[inner].shape[-1]
 
     def rule(builder: Builder, i: int, value: Value, ids: dict[int, int]) -> int | None:
-        if value.op != "add" or value.domain not in FEW:
+        if value.op != ADD or value.domain not in FEW:
             return None
         args = [ids[arg] for arg in value.args]
         if any(builder.values[arg].op != "pad" or builder.values[arg].shape != value.shape for arg in args):

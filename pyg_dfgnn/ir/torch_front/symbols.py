@@ -307,7 +307,7 @@ class Tracer(TorchFunctionMode):
         size = 0 if x.rows is None else x.size(x.lead)
         if size and (dim is None or x.lead in {each % x.dim() for each in (dim if isinstance(dim, tuple) else (dim,))}):
             place = next(place for place, number in enumerate(self.sizes) if number == size)
-            self.guards.append(Guard(lambda sizes: sizes[place] > 1, True, line_of_user(self._own)))
+            self.guards.append(Guard(lambda sizes: sizes[place] > 1, True, self.line()))
 
     def _compared(self, frame: Any, ask: Asked | None, answer: bool) -> None:
         """Note a comparison of numbers of rows in code that is no library's."""
@@ -348,9 +348,13 @@ class Tracer(TorchFunctionMode):
 
     # Refusing --------------------------------------------------------------------------------------------------------
 
+    def line(self) -> Line:
+        """Return the line that is being traced."""
+        return line_of_user(self._own)
+
     def refuse(self, what: str) -> None:
         """Note what stands in the way, with the line that is being traced; tracing goes on without a value."""
-        self.reasons.append(f"{line_of_user(self._own)}: {what}")
+        self.reasons.append(f"{self.line()}: {what}")
 
     def stop(self, what: str) -> Refusal:
         """Return the refusal to raise where tracing cannot go on."""
@@ -372,7 +376,7 @@ class Tracer(TorchFunctionMode):
         if op == "view" and self.builder.values[ids[0]].op == "view":
             ids[0] = self.builder.values[ids[0]].args[0]
         number = self.builder.emit(op, *ids, attrs=attrs)
-        self.lines.setdefault(number, line_of_user(self._own))
+        self.lines.setdefault(number, self.line())
         return number
 
     def shape(self, number: int) -> tuple[int, ...]:
@@ -540,6 +544,7 @@ class Tracer(TorchFunctionMode):
                 self.widest = meta.dtype if self.widest is None else torch.promote_types(self.widest, meta.dtype)
             have, want = self.shape(number), symbol.sizes
             fits = len(have) <= len(want) and all(a in (1, b) for a, b in zip(have[::-1], want[::-1]))
-            if not fits or (rows is not None and self.domain_of_size(meta.size(symbol.lead)) not in (rows, S)):
+            counts = {self.sizes.sources, self.sizes.edges if rows is E else self.sizes.targets}
+            if not fits or (rows is not None and int(meta.size(symbol.lead)) not in counts):
                 raise self.stop(f"a row of {list(want)} that the program takes for {list(have)}")
         return symbol

@@ -5,10 +5,10 @@ looks for a trace whose facts still hold; where there is none the layer's own co
 all that is no sum over edges, stays PyG's.
 """
 
-from pyg_dfgnn.nn.messages.backend import interpreted
 from pyg_dfgnn.nn.messages.call import watchers
 from pyg_dfgnn.nn.messages.describe import describe, standing
 from pyg_dfgnn.nn.messages.intercept import Mark, compilable
 from pyg_dfgnn.nn.messages.trace import Trace, clear
+from pyg_dfgnn.ops.relational.backend import interpreted
 
 __all__ = ["Mark", "Trace", "clear", "compilable", "describe", "interpreted", "standing", "watchers"]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from math import prod
 from typing import Any, NamedTuple
 
 import torch
@@ -16,15 +15,12 @@ from pyg_dfgnn.errors import UnsupportedError
 from pyg_dfgnn.graph import Graph
 from pyg_dfgnn.graph.made import Seen, graph_of
 from pyg_dfgnn.ir import interpret
-from pyg_dfgnn.ir.domains import D, E, One, R, S, Td, Ts, U, V
-from pyg_dfgnn.ir.lanes import Refusal
-from pyg_dfgnn.ir.lowering import lower
+from pyg_dfgnn.ir.domains import E
 from pyg_dfgnn.ir.program import SEED, Program
 from pyg_dfgnn.ir.rows import Rows
 from pyg_dfgnn.nn.fallback import NO_DEVICE, SMALL, report_fallback
 from pyg_dfgnn.nn.gate import hooks_of, transform_reasons
 from pyg_dfgnn.nn.messages.adjacency import adjacency_reasons, is_sparse_matrix, with_edges
-from pyg_dfgnn.nn.messages.backend import KERNELS, backend
 from pyg_dfgnn.nn.messages.edits import may_wait_in
 from pyg_dfgnn.nn.messages.lazy import EdgeValue, Pending, join, left_by, may_wait
 from pyg_dfgnn.nn.messages.refusals import with_lines
@@ -33,9 +29,8 @@ from pyg_dfgnn.nn.messages.trace import NO_SHAPE, Trace, argument_of, keep, know
 from pyg_dfgnn.nn.owned import OfLayers
 from pyg_dfgnn.nn.visits import leave
 from pyg_dfgnn.ops.core import draw_seed
-from pyg_dfgnn.ops.families import match
 from pyg_dfgnn.ops.relational import rows_of
-from pyg_dfgnn.ops.relational.program import ALL_PASSES
+from pyg_dfgnn.ops.relational.backend import KERNELS, backend, is_small
 from pyg_dfgnn.settings import current
 
 _refused: dict[tuple[Any, ...], tuple[Program, tuple[str, ...]]] = {}
@@ -67,76 +62,6 @@ watchers: list[Callable[[Any, str, Outcome, Sequence[str]], None]] = []
 
 last: OfLayers[dict[str, tuple[tuple[str, ...], bool]]] = OfLayers(dict)
 """Of the last call of each method of a layer: the reasons why PyG's code ran, and whether its code has a program."""
-
-_FEW_LAUNCHES = 4
-_FEW_NUMBERS = 1 << 22
-_ROWS = {One: 1, R: 8, Ts: 4, Td: 4, S: 10_000, D: 10_000, U: 20_000, V: 20_000, E: 60_000}
-_LAUNCHES = {
-    "input": 0,
-    "const": 0,
-    "view": 0,
-    "expand": 0,
-    "slice": 0,
-    "permute": 0,
-    "detach": 0,
-    "softmax": 8,
-    "max": 6,
-}
-"""Launches of PyG's code for an operator on edges; of others 1."""
-
-
-class _Weight(NamedTuple):
-    """What a program costs the host, by PyG's code and by kernels.
-
-    Attributes:
-        program: The program, which so stays alive.
-        launches: PyG's launches on edges.
-        width: Of the widest row of an edge.
-        operations: Kernels and operators of torch that its steps run, forward and backward; 0 where a family runs it.
-    """
-
-    program: Program
-    launches: int
-    width: int
-    operations: int
-
-
-_weights: dict[int, _Weight] = {}
-"""By number of a program."""
-
-
-def is_small(program: Program, num_edges: int) -> bool:
-    """Return whether PyG's launches for a program take less time than what the host does for kernels of it."""
-    known = _weights.get(id(program))
-    if known is None:
-        if len(_weights) >= _MOST_REFUSED:
-            _weights.clear()
-        known = _weights[id(program)] = _weighed(program)
-    if num_edges * known.width >= _FEW_NUMBERS:
-        return False
-    # Measured: an operation of ours takes the host 9 us, a launch of PyG's 6, with what autograd does for it.
-    return known.launches <= _FEW_LAUNCHES or 3 * known.operations > 2 * known.launches + 8
-
-
-def _weighed(program: Program) -> _Weight:
-    of_edges = [value for value in program.values if value.domain is E]
-    # A maximum is one of the rows that edges reach.
-    made = [*of_edges, *(value for value in program.values if value.op == "max")]
-    launches = sum(_LAUNCHES.get(value.op, 1) for value in made)
-    # Rows of edges that the layer returns are written by a program of their own.
-    launches -= _FEW_LAUNCHES * sum(program.values[i].domain is E for _, i in program.outputs)
-    width, operations = max((prod(v.shape) for v in of_edges), default=1), 0
-    outputs = [name for name, _ in program.outputs]
-    if len(outputs) > 1 or match(program, outputs[0]) is None:
-        try:
-            steps = lower(ALL_PASSES.run(program, _ROWS, program.features), outputs)
-        except Refusal:
-            steps = None
-        for step in () if steps is None else (*steps.forward, *steps.backward):
-            is_torchs = step.kind == "dense"
-            operations += sum(value.op != "input" for value in step.program.values) if is_torchs else 1
-    return _Weight(program, launches, width, operations)
-
 
 _settled: OfLayers[set[tuple[Any, ...]]] = OfLayers(set)
 """The kinds of calls of a layer of which no program is made."""

@@ -16,12 +16,12 @@ from pyg_dfgnn.ir.program import Program
 from pyg_dfgnn.ir.rows import Rows
 from pyg_dfgnn.nn.drop_ins import Description, copied, shown
 from pyg_dfgnn.nn.fallback import NO_DEVICE, SMALL
-from pyg_dfgnn.nn.messages.backend import INTERPRETER, KERNELS, Backend, dtype_of, match_of, running
-from pyg_dfgnn.nn.messages.call import Outcome, is_small, last, late_reasons, state_reasons, watchers
+from pyg_dfgnn.nn.messages.call import Outcome, last, late_reasons, state_reasons, watchers
 from pyg_dfgnn.nn.messages.kept import names_of
 from pyg_dfgnn.nn.messages.refusals import lowered, with_lines
 from pyg_dfgnn.nn.messages.spec import STEPS, original
 from pyg_dfgnn.nn.reads import Reads
+from pyg_dfgnn.ops.relational.backend import INTERPRETER, KERNELS, Backend, dtype_of, is_small, match_of, running
 from pyg_dfgnn.settings import current, local_settings
 
 UNCALLED = "its first call tells whether its messages become a program"

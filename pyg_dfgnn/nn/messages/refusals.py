@@ -9,17 +9,11 @@ from pyg_dfgnn.ir.domains import D, Domain, E, S
 from pyg_dfgnn.ir.lanes import Refusal
 from pyg_dfgnn.ir.lowering import Lowered, lower
 from pyg_dfgnn.ir.program import Builder, Program
-from pyg_dfgnn.ir.steps import Buffer
 from pyg_dfgnn.ir.torch_front import tidy
 from pyg_dfgnn.nn.messages.trace import trace_with
+from pyg_dfgnn.ops.relational.backend import stored_reasons
 from pyg_dfgnn.ops.relational.chunked import takes_chunks
 from pyg_dfgnn.ops.relational.program import ALL_PASSES
-
-
-def stored_reasons(buffers: Sequence[Buffer]) -> list[str]:
-    """Return the reason of rows that kernels would store for every edge, which PyG's path does as fast."""
-    names = ", ".join(f"{buffer.name} : {buffer.domain}{list(buffer.shape)}" for buffer in buffers)
-    return [f"rows of edges are mapped, which kernels would store ({names})"] if buffers else []
 
 
 def lowered(

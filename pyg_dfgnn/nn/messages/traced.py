@@ -25,11 +25,11 @@ from pyg_dfgnn.ir.passes import Passes
 from pyg_dfgnn.ir.program import SEED, Program
 from pyg_dfgnn.nn.fallback import NO_DEVICE, report_fallback
 from pyg_dfgnn.nn.gate import export_reasons, transform_reasons
-from pyg_dfgnn.nn.messages.backend import KERNELS, backend, stored_reasons
 from pyg_dfgnn.nn.messages.call import layer_reasons
 from pyg_dfgnn.nn.messages.spec import Call, signature_of, spec_of
 from pyg_dfgnn.nn.messages.trace import trace_of
 from pyg_dfgnn.ops.function import run_traced
+from pyg_dfgnn.ops.relational.backend import KERNELS, backend, stored_reasons
 from pyg_dfgnn.ops.relational.program import selected
 from pyg_dfgnn.ops.relational.traced import Name
 from pyg_dfgnn.settings import current, quiet

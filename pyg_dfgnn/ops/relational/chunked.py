@@ -180,22 +180,29 @@ def takes_chunks(program: Program, sizes: Mapping[Domain, int], wrt: Sequence[st
 
 
 def chunked_of(prepared: Prepared, rows: Rows, dtype: torch.dtype) -> Chunked | None:
-    """Return what runs a program in chunks; None where settings do not ask for chunks, where it has too few edges for
-    two, or where it cannot be split by targets.
+    """Return what runs a program in chunks, which the rows keep; None where settings do not ask for chunks, where it
+    has too few edges for two, or where it cannot be split by targets.
 
     Args:
-        prepared: What runs it on all edges at once.
+        prepared: What runs it on all edges at once, which the rows keep.
         rows: The rows.
         dtype: Dtype of the inputs.
     """
-    parts = parts_of(prepared.passes.run(prepared.program, rows.sizes)) if current().edge_chunks else None
-    if parts is None:
+    if not current().edge_chunks:
         return None
-    try:
-        chunked = Chunked(prepared.program, parts, rows, dtype, prepared.wrt, prepared.passes)
-    except Refusal:
-        return None
-    return chunked if rows.sizes[E] >= 2 * chunked.chunk else None
+
+    def make() -> tuple[Prepared, Chunked | None]:
+        parts = parts_of(prepared.passes.run(prepared.program, rows.sizes))
+        if parts is None:
+            return prepared, None
+        try:
+            chunked = Chunked(prepared.program, parts, rows, dtype, prepared.wrt, prepared.passes)
+        except Refusal:
+            return prepared, None
+        return prepared, chunked if rows.sizes[E] >= 2 * chunked.chunk else None
+
+    found: tuple[Prepared, Chunked | None] = rows.derived(("chunked", id(prepared)), make)
+    return found[1]
 
 
 def _reached(program: Program, wrt: Sequence[str]) -> set[str]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -31,21 +31,6 @@ from pyg_dfgnn.settings import current
 _logger = logging.getLogger("pyg_dfgnn")
 _logged: set[str] = set()
 ALL_PASSES = Passes()
-
-
-class Runner(Protocol):
-    """What runs a program on a graph.
-
-    Attributes:
-        inputs: Names of the inputs.
-        lowered: The steps.
-    """
-
-    inputs: list[str]
-    lowered: Lowered
-
-    def __call__(self, rows: Rows, inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Return the outputs, with gradients, of inputs that are as those that it was found for."""
 
 
 class Prepared:
@@ -286,7 +271,7 @@ class _Found:
         prepared: What runs it, or every reason why no kernels do.
     """
 
-    def __init__(self, given: Any, program: Program, prepared: Runner | tuple[str, ...]) -> None:
+    def __init__(self, given: Any, program: Program, prepared: Prepared | tuple[str, ...]) -> None:
         self.given, self.program, self.prepared = given, program, prepared
 
 
@@ -304,7 +289,7 @@ def _found(
         check_type("outputs", outputs, (tuple, list), "a list of names")
         outputs = tuple(outputs)
     has_grad = torch.is_grad_enabled()
-    facts: list[Any] = [id(program), outputs, None if passes is ALL_PASSES else passes, current().edge_chunks]
+    facts: list[Any] = [id(program), outputs, None if passes is ALL_PASSES else passes]
     for name, tensor in inputs.items():
         if not isinstance(tensor, Tensor):
             check_tensor(name, tensor)
@@ -334,23 +319,12 @@ def _find(
         names = frozenset[str]().union(*whole.differentiable_inputs.values())
         wrt = tuple(n for n, t in inputs.items() if t.requires_grad and n in names)
     dtype = next((t.dtype for t in inputs.values() if t.is_floating_point()), torch.float32)
-    prepared: Runner | tuple[str, ...] = _prepare(whole, rows, dtype, wrt, passes)
-    if isinstance(prepared, Prepared):
-        prepared = _in_chunks(prepared, rows, dtype) or prepared
+    prepared = _prepare(whole, rows, dtype, wrt, passes)
     if not isinstance(prepared, tuple):
         # A seed is drawn when it is known that kernels run.
         seed = {SEED: torch.zeros(1, dtype=torch.int64, device=rows.device)} if SEED in whole.inputs else {}
         check_inputs(whole, rows, {**seed, **inputs})
     return _Found(program, whole, prepared)
-
-
-def _in_chunks(prepared: Prepared, rows: Rows, dtype: torch.dtype) -> Runner | None:
-    """Return what runs a program in chunks of edges, None where it makes too few rows of edges, or cannot be split."""
-    if not prepared.lowered.edge_rows:
-        return None
-    from pyg_dfgnn.ops.relational.chunked import chunked_of
-
-    return chunked_of(prepared, rows, dtype)
 
 
 def prepared_for(
@@ -359,7 +333,7 @@ def prepared_for(
     inputs: Mapping[str, Tensor],
     outputs: Sequence[str] | None = None,
     passes: Passes = ALL_PASSES,
-) -> Runner | tuple[str, ...]:
+) -> Prepared | tuple[str, ...]:
     """Return what would run a program on these inputs, whose seed may be missing, or all reasons why no kernels do.
 
     Raises:

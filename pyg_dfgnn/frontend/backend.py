@@ -1,0 +1,254 @@
+"""The backend of TorchDynamo: a captured graph becomes one callable whose regions on edges are programs."""
+
+from __future__ import annotations
+
+import logging
+import operator
+from collections.abc import Callable, Sequence
+from functools import reduce
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.fx import Graph, GraphModule, Node
+
+from pyg_dfgnn.frontend.derived import written_group
+from pyg_dfgnn.frontend.functional import value_of
+from pyg_dfgnn.frontend.importer import Draft, expression_of
+from pyg_dfgnn.frontend.regions import Partition
+from pyg_dfgnn.frontend.run import Place, Region
+from pyg_dfgnn.ir.domains import One
+from pyg_dfgnn.ir.torch_front import Refusal, tidy
+
+_logger = logging.getLogger("pyg_dfgnn")
+
+
+class Captured(NamedTuple):
+    """What became of a graph.
+
+    Attributes:
+        regions: Its programs.
+        counts: Numbers of gathers and reductions by the ends of edges: all but those that depend on the edges alone,
+            and those in programs.
+        reasons: What of the edges stays torch's, with the line that asks for it.
+        nodes: Number of nodes of the graph.
+        derived: Number of nodes that depend on the edges alone, which are computed once for edges that stay.
+    """
+
+    regions: tuple[Region, ...]
+    counts: tuple[int, int]
+    reasons: tuple[str, ...]
+    nodes: int
+    derived: int = 0
+
+
+watchers: list[Callable[[Captured], None]] = []
+"""Called with what became of each graph that is captured."""
+
+
+def backend(module: GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
+    """Return what runs a graph: programs for its regions on edges, torch's operators for all else."""
+    try:
+        captured, run = _compiled(module)
+    except Exception as error:
+        # A user's layer runs as it would have without us.
+        _logger.warning("a captured graph stays PyTorch's (%s: %s)", type(error).__name__, error)
+        captured, run = (
+            Captured((), (0, 0), (f"{type(error).__name__}: {error}",), len(module.graph.nodes)),
+            module.forward,
+        )
+    for watcher in watchers:
+        watcher(captured)
+    return run
+
+
+def _compiled(module: GraphModule) -> tuple[Captured, Callable[..., Any]]:
+    graph = Graph()
+    graph.output(graph.graph_copy(module.graph, {}))
+    tensors = [value for value in map(value_of, graph.nodes) if isinstance(value, Tensor)]
+    device = tensors[0].device if tensors else torch.device("cpu")
+    is_cast = torch.is_autocast_enabled(device.type)
+    autocast = (device.type, torch.get_autocast_dtype(device.type)) if is_cast else None
+    partition = Partition(graph, autocast, device)
+    regions: dict[Draft, tuple[Region, list[Node]]] = {}
+    while True:
+        regions.clear()
+        try:
+            for draft in partition.outputs:
+                current = draft
+                regions[draft] = _region(partition, draft, autocast)
+            break
+        except Refusal as refusal:
+            partition.refuse(current, "; ".join(refusal.reasons))
+    count = sum(node.op not in ("placeholder", "output") for node in graph.nodes)
+    programs, reasons = tuple(region for region, _ in regions.values()), tuple(partition.against())
+    captured = Captured(programs, partition.counts(), reasons, count, len(partition.derived))
+    if not regions and not partition.derived:
+        return captured, module.forward
+    compiled = GraphModule(module, _written(partition, regions))
+    return captured, compiled.forward
+
+
+def _region(partition: Partition, draft: Draft, autocast: tuple[str, torch.dtype] | None) -> tuple[Region, list[Node]]:
+    """Return a region, and the nodes that it is called with.
+
+    Raises:
+        Refusal: Its program has no common dtype.
+    """
+    tracer, results, outputs = draft.tracer, list[tuple[torch.dtype, int]](), dict[str, int]()
+    for k, node in enumerate(partition.outputs[draft]):
+        symbol = draft.symbols[node]
+        outputs[str(k)] = tracer.emit("gather", tracer.full(symbol), attrs=(symbol.rows or One,))
+        results.append((value_of(node).dtype, symbol.lead))
+    program = tidy(tracer.builder.build("region", outputs))
+    arguments = partition.needed(draft)
+    inputs = {name: draft.sources[name] for name in program.features}
+    kinds = {dtype for node, _ in inputs.values() if (dtype := value_of(node).dtype).is_floating_point}
+    if not kinds:
+        raise Refusal("no features are read on edges")
+    dtype = reduce(torch.promote_types, kinds)
+    if autocast is None and tracer.widest is not None and torch.promote_types(tracer.widest, dtype) is not dtype:
+        raise Refusal(f"{tracer.widest} is computed with, of inputs of {dtype}")
+    for node in dict.fromkeys(node for node, _ in inputs.values()):
+        if node not in arguments:
+            arguments.append(node)
+    target = draft.mesh.target
+    sizes = [_size(partition, draft, arguments, draft.mesh.nodes[row]) for row in (1 - target, target)]
+    types = None
+    if tracer.types is not None:
+        node, _ = draft.sources[tracer.types[0]]
+        arguments += [node] if node not in arguments else []
+        types = Place(arguments.index(node), 0), tracer.types[1]
+    for node in partition.outputs[draft]:
+        _cuts(draft, node, arguments)
+    places = {name: Place(arguments.index(node), axis) for name, (node, axis) in inputs.items()}
+    by_torch = _by_torch(partition, draft, arguments)
+    region = Region(
+        program,
+        arguments.index(draft.edges),
+        places,
+        (sizes[0], sizes[1]),
+        target == 0,
+        types,
+        dtype,
+        results,
+        "" if autocast is None else autocast[0],
+        by_torch,
+    )
+    return region, arguments
+
+
+def _size(partition: Partition, draft: Draft, arguments: list[Node], size: Any) -> Place:
+    """Return where a call has a number of nodes, as an argument that may be added.
+
+    Raises:
+        Refusal: Nothing that is there before the region has it.
+    """
+    others = [node for node in partition.graph.nodes if partition.after.get(node, draft.level + 1) <= draft.level]
+    for node in (*arguments, *others):
+        value = value_of(node)
+        if partition.is_kept(node) or (node in partition.derived and partition.derived.issuperset(node.users)):
+            continue
+        axis = None
+        if isinstance(value, Tensor):
+            axes = [axis for axis, each in enumerate(value.shape) if expression_of(each) == size]
+            if not axes:
+                continue
+            axis = axes[0]
+        elif not isinstance(value, torch.SymInt) or expression_of(value) != size:
+            continue
+        if node not in arguments:
+            arguments.append(node)
+        return Place(arguments.index(node), axis)
+    raise Refusal("the number of nodes is not known before the edges are read")
+
+
+def _cuts(draft: Draft, output: Node, arguments: Sequence[Node]) -> list[tuple[int, Node]]:
+    """Return the dimensions of an output that end before the last node, with the arguments that are their sizes.
+
+    Raises:
+        Refusal: No argument is such a size.
+    """
+    cuts = []
+    for axis, size in enumerate(map(expression_of, value_of(output).shape)):
+        if size in draft.mesh.largest:
+            known = [node for node in arguments if isinstance(value_of(node), torch.SymInt)]
+            known = [node for node in known if expression_of(value_of(node)) == size]
+            if not known:
+                raise Refusal("a number of nodes that is computed from ids")
+            cuts.append((axis, known[0]))
+    return cuts
+
+
+def _by_torch(partition: Partition, draft: Draft, arguments: Sequence[Node]) -> Callable[..., Any]:
+    """Return the nodes of a region as a function of its arguments."""
+    graph, copies = Graph(), dict[Node, Node]()
+    for k, node in enumerate(arguments):
+        copies[node] = graph.placeholder(f"argument_{k}")
+
+    def copy(node: Node) -> Node:
+        if node not in copies:
+            for operand in node.all_input_nodes:
+                copy(operand)
+            copies[node] = graph.node_copy(node, lambda x: copies[x])
+        return copies[node]
+
+    graph.output([copy(node) for node in partition.outputs[draft]])
+    return GraphModule({}, graph).forward
+
+
+def _written(partition: Partition, regions: dict[Draft, tuple[Region, list[Node]]]) -> Graph:
+    """Return the graph in which each region is one call."""
+    graph, copies, done = Graph(), dict[Node, Any](), set[Draft]()
+
+    def copy(node: Node) -> None:
+        if node in copies:
+            return
+        if node in partition.derived:
+            derive()
+            return
+        if partition.is_kept(node) and node not in partition.torch:
+            place(partition.place[node])
+            return
+        previous = partition.effects.before.get(node)
+        for operand in (*([previous] if previous is not None else ()), *node.all_input_nodes):
+            copy(operand)
+        copies[node] = graph.node_copy(node, lambda x: copies[x])
+
+    def derive() -> None:
+        compute, arguments, outputs = written_group(partition.graph, partition.derived)
+        for node in arguments:
+            copy(node)
+        called = graph.call_function(_named(compute, "of_edges"), tuple(copies[node] for node in arguments))
+        copies.update(dict.fromkeys(partition.derived))
+        for k, node in enumerate(outputs):
+            copies[node] = graph.call_function(operator.getitem, (called, k))
+
+    def place(draft: Draft) -> None:
+        if draft in done:
+            return
+        done.add(draft)
+        region, arguments = regions[draft]
+        for node in arguments:
+            copy(node)
+        called = graph.call_function(_named(region, f"region_{len(done)}"), tuple(copies[node] for node in arguments))
+        for k, node in enumerate(partition.outputs[draft]):
+            copies[node] = graph.call_function(operator.getitem, (called, k))
+            for axis, size in _cuts(draft, node, arguments):
+                copies[node] = graph.call_method("narrow", (copies[node], axis, 0, copies[size]))
+
+    for node in partition.graph.nodes:
+        if node.op == "placeholder" or node in partition.torch or node in partition.effects.before:
+            copy(node)
+    graph.lint()
+    return graph
+
+
+def _named(function: Callable[..., Any], name: str) -> Callable[..., Any]:
+    """Return a function that a graph can call by a name."""
+
+    def call(*args: Any) -> Any:
+        return function(*args)
+
+    call.__name__ = call.__qualname__ = name
+    return call

@@ -1,0 +1,288 @@
+"""Edits in place of an FX graph: each becomes a new value, or all that shares the edited memory stays torch's.
+
+Graphs of TorchDynamo are not functional. A value that nothing else refers to may be replaced by the edited one; a graph
+input, a view, and what a custom operator writes may not, and keep their order among all that has an effect.
+"""
+
+from __future__ import annotations
+
+import inspect
+import operator
+import re
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.fx import Graph, Node
+from torch.fx.node import map_arg
+
+_OPERATORS: dict[Any, Callable[..., Any]] = {
+    operator.iadd: operator.add,
+    operator.isub: operator.sub,
+    operator.imul: operator.mul,
+    operator.itruediv: operator.truediv,
+}
+_CONTEXTS = frozenset(
+    "_set_grad_enabled _enter_autocast _exit_autocast _enter_inference_mode _exit_inference_mode".split()
+)
+"""Functions that change how all later ones run."""
+_RANDOM = re.compile(
+    "_?(rand.*|.*dropout.*|bernoulli|normal|multinomial|poisson|exponential|uniform|rrelu|gumbel_softmax|_assert.*"
+    "|_log_api_usage.*|print|batch_norm|instance_norm)_?"
+)
+"""Names of functions whose order matters: those that draw, check, or write to running statistics."""
+
+
+class Effects(NamedTuple):
+    """What of a graph must keep its order.
+
+    Attributes:
+        before: Node with an effect -> the one before it.
+        impure: Nodes among these that draw, check, or call what nothing is known of.
+        pinned: Nodes that share memory with what is edited in place.
+        context: Name of a function that changes how later ones run, which no region may be moved over; empty if none.
+    """
+
+    before: dict[Node, Node | None]
+    impure: set[Node]
+    pinned: set[Node]
+    context: str
+
+
+def value_of(node: Node) -> Any:
+    """Return the example of a node's result."""
+    return node.meta.get("example_value")
+
+
+def name_of(node: Node) -> str:
+    """Return the name of the function that a node calls."""
+    return node.target if isinstance(node.target, str) else getattr(node.target, "__name__", str(node.target))
+
+
+def _storages(node: Any) -> list[int]:
+    """Return the memory of a node's tensors."""
+    values = value_of(node) if isinstance(node, Node) else None
+    parts = values if isinstance(values, (tuple, list)) else (values,)
+    return [value.untyped_storage()._cdata for value in parts if isinstance(value, Tensor)]
+
+
+def _edits(node: Node) -> bool:
+    """Return whether a node edits its first operand."""
+    if node.op not in ("call_function", "call_method") or not node.args or not isinstance(node.args[0], Node):
+        return False
+    name = name_of(node)
+    if node.target in _OPERATORS or node.target is operator.setitem or name in ("ipow", "imatmul", "ifloordiv", "imod"):
+        return True
+    if isinstance(node.target, torch._ops.OpOverload):
+        return bool(node.target._schema.is_mutable)
+    # `and_` and `or_` of Python edit nothing.
+    is_named = name.endswith("_") and not name.endswith("__") and getattr(node.target, "__module__", "") != "_operator"
+    return is_named or _bound(node).get("inplace") is True
+
+
+def _bound(node: Node) -> dict[str, Any]:
+    """Return the arguments of a Python function of torch by name."""
+    if not inspect.isfunction(node.target):
+        return dict(node.kwargs)
+    try:
+        return dict(inspect.signature(node.target).bind(*node.args, **node.kwargs).arguments)
+    except (TypeError, ValueError):
+        return dict(node.kwargs)
+
+
+def _plain(node: Node) -> tuple[str, Any, tuple[Any, ...], dict[str, Any]] | None:
+    """Return the call that gives what an edit leaves, as a new value; None if there is none."""
+    name, target, first = name_of(node), node.target, value_of(node.args[0])  # type: ignore[arg-type]
+    tensors = [value_of(x) for x in node.args if isinstance(x, Node)]
+    dtypes = {x.dtype for x in tensors if isinstance(x, Tensor) and x.dim() and x.is_floating_point()}
+    if not isinstance(first, Tensor) or len(dtypes) > 1:
+        return None
+    if target is operator.setitem:
+        _, mask, number = node.args
+        like = value_of(mask) if isinstance(mask, Node) else None
+        is_mask = isinstance(like, Tensor) and like.dtype is torch.bool and like.dim() == first.dim()
+        fills = is_mask and isinstance(number, (int, float))
+        return ("call_method", "masked_fill", tuple(node.args), {}) if fills else None
+    if target in _OPERATORS:
+        return "call_function", _OPERATORS[target], node.args, dict(node.kwargs)
+    if node.op == "call_method" and name.endswith("_"):
+        return "call_method", name[:-1], node.args, dict(node.kwargs)
+    if _bound(node).get("inplace") is True:
+        named = {key: value for key, value in _bound(node).items() if key not in ("inplace", "input", "x")}
+        return "call_function", target, node.args[:1], named
+    plain = getattr(torch, name[:-1], None) or getattr(F, name[:-1], None)
+    return None if plain is None else ("call_function", plain, node.args, dict(node.kwargs))
+
+
+def _is_idle(node: Node) -> bool:
+    """Return whether a dropout drops nothing, or a norm takes its running statistics."""
+    named, name = _bound(node), name_of(node)
+    if name == "dropout" and named.get("p", 0.5) == 0:
+        return True
+    return name in ("dropout", "batch_norm") and named.get("training", name == "dropout") is False
+
+
+def functionalise(graph: Graph) -> Effects:
+    """Replace edits of values that nothing else refers to, and return what must keep its order."""
+    sharing: dict[int, list[Node]] = {}
+    edits: dict[int, list[Node]] = {}
+    for node in graph.nodes:
+        for key in dict.fromkeys(_storages(node.args[0] if _edits(node) else node)):
+            sharing.setdefault(key, []).append(node)
+            if _edits(node):
+                edits.setdefault(key, []).append(node)
+    pinned: set[Node] = set()
+    for key, of_storage in edits.items():
+        # A view that is made after the last edit sees what every later reader sees.
+        earlier = sharing[key][: sharing[key].index(of_storage[-1])]
+        bases = [node for node in earlier if node not in of_storage]
+        plain = [_plain(node) for node in of_storage]
+        if len(bases) != 1 or bases[0].op in ("placeholder", "get_attr") or None in plain:
+            pinned.update((*earlier, of_storage[-1]))
+            continue
+        _replace(bases[0], dict(zip(of_storage, plain)))
+    before: dict[Node, Node | None] = {}
+    impure, last, context = set[Node](), None, ""
+    for node in graph.nodes:
+        if not node.op.startswith("call_"):
+            continue
+        name = name_of(node)
+        context = name if name in _CONTEXTS else context
+        is_custom = isinstance(node.target, (torch._ops.OpOverload, torch._ops.HigherOrderOperator))
+        is_named = _RANDOM.fullmatch(name) is not None and not _is_idle(node)
+        if is_custom or is_named or node.op == "call_module":
+            impure.add(node)
+        if node in impure or node in pinned or any(x in pinned for x in node.all_input_nodes):
+            before[node], last = last, node
+    return Effects(before, impure, pinned, context)
+
+
+def _replace(base: Node, plain: dict[Node, Any]) -> None:
+    """Write each edit of a value as a new value, which all that comes later reads."""
+    current, names = base, {base}
+    node = base.next
+    while node.op != "root":
+        if names & set(node.all_input_nodes):
+            for name in names:
+                node.replace_input_with(name, current)
+        if node in plain:
+            op, target, args, kwargs = plain[node]
+            node.op, node.target = op, target
+            node.args = (current, *node.args[1 : len(args)])
+            node.kwargs = {key: current if value in names else value for key, value in kwargs.items()}
+            if value_of(node) is None:
+                node.meta["example_value"] = value_of(base)
+            current = node
+            names.add(node)
+        node = node.next
+
+
+def detach_no_grad(graph: Graph, is_enabled: bool) -> None:
+    """Let what runs without gradients read detached tensors, in place of a change of the mode.
+
+    Args:
+        graph: The graph.
+        is_enabled: Whether gradients are recorded where it begins.
+    """
+    changes = [node for node in graph.nodes if name_of(node) == "_set_grad_enabled"]
+    if not changes or not is_enabled or any(not isinstance(node.args[0], bool) for node in changes):
+        return
+    inside, detached, is_on = set[Node](), dict[Node, Node](), True
+    for node in list(graph.nodes):
+        if node in changes:
+            is_on = node.args[0]
+            graph.erase_node(node)
+        elif not is_on and node.op.startswith("call_"):
+            inside.add(node)
+            for operand in node.all_input_nodes:
+                value = value_of(operand)
+                if operand in inside or not isinstance(value, Tensor) or not value.requires_grad:
+                    continue
+                if operand not in detached:
+                    with graph.inserting_before(node):
+                        detached[operand] = graph.call_method("detach", (operand,))
+                    detached[operand].meta["example_value"] = value.detach()
+                    detached[operand].stack_trace = node.stack_trace
+                node.replace_input_with(operand, detached[operand])
+
+
+def fold_sizes(graph: Graph) -> None:
+    """Read sizes from the arguments of a graph in place of tensors in it, and make constants like no tensor.
+
+    So no tensor is computed for the sake of its size or dtype.
+    """
+    sizes = _Sizes(graph)
+    for node in list(graph.nodes):
+        value, name = value_of(node), name_of(node)
+        if node.op == "placeholder":
+            continue
+        if isinstance(value, (torch.SymInt, int)) and not isinstance(value, bool):
+            known = sizes.of(value)
+            if known is not None and known is not node:
+                _use(node, known)
+            elif isinstance(value, torch.SymInt):
+                sizes.known.setdefault(value.node.expr, node)
+        elif isinstance(value, torch.Size):
+            every = [sizes.of(size) for size in value]
+            if None not in every:
+                _use(node, tuple(every))
+        elif name in ("new_zeros", "new_ones", "new_full") and isinstance(value, Tensor):
+            rest = node.args[1 : -1 if name == "new_full" else None]
+            size = node.kwargs.get("size", rest[0] if len(rest) == 1 and isinstance(rest[0], (tuple, list)) else rest)
+            fill = (node.kwargs.get("fill_value", node.args[-1]),) if name == "new_full" else ()
+            node.op, node.target, node.args = "call_function", getattr(torch, name[4:]), (size, *fill)
+            node.kwargs = {"dtype": value.dtype, "device": value.device}
+        elif name == "expand_as" and isinstance(value, Tensor):
+            have = [None] * (value.dim() - value_of(node.args[0]).dim()) + [*value_of(node.args[0]).shape]
+            every = [-1 if _is_alike(one, size) else sizes.of(size) for one, size in zip(have, value.shape)]
+            if None not in every:
+                node.op, node.target, node.args = "call_method", "expand", (node.args[0], *every)
+    for node in reversed(list(graph.nodes)):
+        is_call, is_size = node.op.startswith("call_"), isinstance(value_of(node), (int, torch.SymInt, torch.Size))
+        if is_call and is_size and not node.users:
+            graph.erase_node(node)
+
+
+def _is_alike(one: Any, other: Any) -> bool:
+    first, second = (x.node.expr if isinstance(x, torch.SymInt) else x for x in (one, other))
+    return bool(first == second)
+
+
+class _Sizes:
+    """Nodes that are sizes, some read from the arguments of a graph when they are asked for."""
+
+    def __init__(self, graph: Graph) -> None:
+        self.graph, self.known = graph, dict[Any, Node]()
+        self.read: dict[Any, tuple[Node, int]] = {}
+        for node in graph.nodes:
+            value = value_of(node)
+            if node.op == "placeholder" and isinstance(value, torch.SymInt):
+                self.known.setdefault(value.node.expr, node)
+            if node.op == "placeholder" and isinstance(value, Tensor):
+                for axis, size in enumerate(value.shape):
+                    if isinstance(size, torch.SymInt):
+                        self.read.setdefault(size.node.expr, (node, axis))
+        self.last = [node for node in graph.nodes if node.op == "placeholder"][-1:]
+
+    def of(self, size: Any) -> Any:
+        """Return a size as a number or a node; None if it is known to no argument."""
+        if not isinstance(size, torch.SymInt):
+            return size
+        expression = size.node.expr
+        if expression.is_number:
+            return int(expression)
+        if expression not in self.known and expression in self.read:
+            node, axis = self.read[expression]
+            with self.graph.inserting_after(self.last[0]):
+                self.known[expression] = self.graph.call_method("size", (node, axis))
+            self.known[expression].meta["example_value"] = size
+        return self.known.get(expression)
+
+
+def _use(node: Node, value: Any) -> None:
+    """Let the readers of a node take a value, which is a number, a node or a tuple of such."""
+    for user in list(node.users):
+        user.args = map_arg(user.args, lambda x: value if x is node else x)  # type: ignore[assignment]
+        user.kwargs = map_arg(user.kwargs, lambda x: value if x is node else x)  # type: ignore[assignment]

@@ -1,0 +1,181 @@
+"""What runs the programs of captured layers: kernels, hand-written ones where these compute the same, or the oracle."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from functools import partial
+from math import prod
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from pyg_dfgnn.dispatch.core import fused_device_types
+from pyg_dfgnn.ir import interpret
+from pyg_dfgnn.ir.domains import D, E, One, R, S, Td, Ts, U, V
+from pyg_dfgnn.ir.lanes import Refusal
+from pyg_dfgnn.ir.lowering import lower
+from pyg_dfgnn.ir.program import Program
+from pyg_dfgnn.ir.rows import Rows
+from pyg_dfgnn.ir.steps import Buffer
+from pyg_dfgnn.ops.families import Match, match
+from pyg_dfgnn.ops.relational.chunked import chunked_of
+from pyg_dfgnn.ops.relational.program import ALL_PASSES, Prepared, prepared_for
+
+Run = Callable[[Rows, Mapping[str, Tensor]], Mapping[str, Tensor]]
+"""Runs a program: (rows, inputs) -> outputs."""
+
+
+class Backend(NamedTuple):
+    """What runs programs.
+
+    Attributes:
+        find: (program, rows, inputs, names of outputs) -> what runs it on such inputs, or why nothing can. The seed may
+            be missing among the inputs.
+        devices: Types of devices that it runs on; None for any.
+    """
+
+    find: Callable[[Program, Rows, Mapping[str, Tensor], Sequence[str]], Run | Sequence[str]]
+    devices: Collection[str] | None
+
+
+_matched: dict[tuple[Any, ...], tuple[Program, Match | None]] = {}
+"""Number of a program, and output, dtype and device -> the program, which so stays alive, and its family."""
+_MOST_MATCHED = 1024
+
+
+def match_of(program: Program, dtype: torch.dtype, device: torch.device, outputs: Sequence[str]) -> Match | None:
+    """Return the hand-written family that takes a program; None if none does."""
+    if len(outputs) != 1:
+        return None
+    key = id(program), outputs[0], dtype, device
+    known = _matched.get(key)
+    if known is None:
+        found = match(program, outputs[0])
+        if found is not None and found.reasons(dtype, device):
+            found = None
+        if len(_matched) >= _MOST_MATCHED:
+            _matched.pop(next(iter(_matched)))
+        known = _matched[key] = program, found
+    return known[1]
+
+
+_FEW_LAUNCHES = 4
+_FEW_NUMBERS = 1 << 22
+_ROWS = {One: 1, R: 8, Ts: 4, Td: 4, S: 10_000, D: 10_000, U: 20_000, V: 20_000, E: 60_000}
+_LAUNCHES = {
+    "input": 0,
+    "const": 0,
+    "view": 0,
+    "expand": 0,
+    "slice": 0,
+    "permute": 0,
+    "detach": 0,
+    "softmax": 8,
+    "max": 6,
+}
+"""Launches of PyG's code for an operator on edges; of others 1."""
+
+
+class _Weight(NamedTuple):
+    """What a program costs the host, by PyG's code and by kernels.
+
+    Attributes:
+        program: The program, which so stays alive.
+        launches: PyG's launches on edges.
+        width: Of the widest row of an edge.
+        operations: Kernels and operators of torch that its steps run, forward and backward; 0 where a family runs it.
+    """
+
+    program: Program
+    launches: int
+    width: int
+    operations: int
+
+
+_weights: dict[int, _Weight] = {}
+"""By number of a program."""
+
+
+def is_small(program: Program, num_edges: int) -> bool:
+    """Return whether PyG's launches for a program take less time than what the host does for kernels of it."""
+    known = _weights.get(id(program))
+    if known is None:
+        if len(_weights) >= _MOST_MATCHED:
+            _weights.clear()
+        known = _weights[id(program)] = _weighed(program)
+    if num_edges * known.width >= _FEW_NUMBERS:
+        return False
+    # Measured: an operation of ours takes the host 9 us, a launch of PyG's 6, with what autograd does for it.
+    return known.launches <= _FEW_LAUNCHES or 3 * known.operations > 2 * known.launches + 8
+
+
+def _weighed(program: Program) -> _Weight:
+    of_edges = [value for value in program.values if value.domain is E]
+    # A maximum is one of the rows that edges reach.
+    made = [*of_edges, *(value for value in program.values if value.op == "max")]
+    launches = sum(_LAUNCHES.get(value.op, 1) for value in made)
+    # Rows of edges that the layer returns are written by a program of their own.
+    launches -= _FEW_LAUNCHES * sum(program.values[i].domain is E for _, i in program.outputs)
+    width, operations = max((prod(v.shape) for v in of_edges), default=1), 0
+    outputs = [name for name, _ in program.outputs]
+    if len(outputs) > 1 or match(program, outputs[0]) is None:
+        try:
+            steps = lower(ALL_PASSES.run(program, _ROWS, program.features), outputs)
+        except Refusal:
+            steps = None
+        for step in () if steps is None else (*steps.forward, *steps.backward):
+            is_torchs = step.kind == "dense"
+            operations += sum(value.op != "input" for value in step.program.values) if is_torchs else 1
+    return _Weight(program, launches, width, operations)
+
+
+def dtype_of(inputs: Mapping[str, Tensor]) -> torch.dtype:
+    """Return the common dtype of the inputs of a program, but for seeds."""
+    return next(tensor.dtype for tensor in inputs.values() if tensor.is_floating_point())
+
+
+def stored_reasons(buffers: Sequence[Buffer]) -> list[str]:
+    """Return the reason of rows that kernels would store for every edge, which PyG's path does as fast."""
+    names = ", ".join(f"{buffer.name} : {buffer.domain}{list(buffer.shape)}" for buffer in buffers)
+    return [f"rows of edges are mapped, which kernels would store ({names})"] if buffers else []
+
+
+def _kernels_for(
+    program: Program, rows: Rows, inputs: Mapping[str, Tensor], outputs: Sequence[str]
+) -> Run | Sequence[str]:
+    family = match_of(program, dtype_of(inputs), rows.device, outputs)
+    if family is not None:
+        return lambda rows, inputs: {outputs[0]: family.run(rows.graph, inputs)}
+    prepared = prepared_for(program, rows, inputs, outputs)
+    edge_rows = prepared.lowered.edge_rows if isinstance(prepared, Prepared) else ()
+    if not isinstance(prepared, Prepared) or not edge_rows:
+        return prepared
+    return chunked_of(prepared, rows, dtype_of(inputs)) or stored_reasons(edge_rows)
+
+
+KERNELS = Backend(_kernels_for, fused_device_types)
+INTERPRETER = Backend(lambda program, *_: partial(interpret, program), None)
+_current = KERNELS
+
+
+def backend() -> Backend:
+    """Return what runs programs now."""
+    return _current
+
+
+@contextmanager
+def running(backend: Backend) -> Iterator[None]:
+    """Run programs by a backend."""
+    global _current
+    before, _current = _current, backend
+    try:
+        yield
+    finally:
+        _current = before
+
+
+def interpreted() -> AbstractContextManager[None]:
+    """Run programs by the interpreter, on any device and slowly: what tests compare with PyG."""
+    return running(INTERPRETER)
