@@ -125,6 +125,29 @@ def is_new(layer: torch.nn.Module, edges: Any, kind: str = "", turn: int | None 
     return True
 
 
+_few: tuple[Callable[[], Any], Any, Any] = (lambda: _few, None, None)
+"""The last tensor of which a sum was found to be of few numbers, the settings then, and what was summed how."""
+
+
+def know_few(edges: Tensor, kind: Any) -> None:
+    """Note that sums of a kind over edges are of few numbers."""
+    global _few
+    if not torch.compiler.is_compiling():
+        _few = weakref.ref(edges), current(), kind
+
+
+def is_known_few(edges: Tensor, kind: Any) -> bool:
+    """Return whether sums of a kind over edges are those that were last found to be of few numbers."""
+    tensor, under, known = _few
+    return tensor() is edges and under is current() and known == kind
+
+
+def is_last(layer: torch.nn.Module, edges: Tensor) -> bool:
+    """Return whether edges are the last ones that were new, and another layer is the first to have come with them."""
+    tensor, first, owner, under = _last
+    return tensor() is edges and under is current() and first[0] != id(layer) and owner() is not None
+
+
 def _make_room() -> None:
     """Forget tensors that are gone; all, where none is."""
     for key in [key for key, known in list(_visits.items()) if known[0]() is None]:

@@ -175,24 +175,35 @@ class AggregationConv(FusedConv):
         """Return whether PyG's code takes a call in less time: its edges are few, and new or summed by two launches."""
         if type(edge_index) is not Tensor or visits.step.is_refilled:
             return False
-        if edge is None and self._is_few(x, edge_index):
-            return True
+        if visits.is_last(self, edge_index):
+            return self._is_below(x, edge_index)
+        if edge is None:
+            kind = type(self), self.aggr, _width(x)
+            if visits.is_known_few(edge_index, kind):
+                return True
+            if self._is_few(x, edge_index):
+                visits.know_few(edge_index, kind)
+                return True
         if torch.compiler.is_compiling():
             # What is new is not known then, and torch.compile fuses what PyG launches.
             if not visits.may_be_few(edge_index):
                 return False
         elif not visits.is_new(self, edge_index):
             return False
+        return self._is_below(x, edge_index)
+
+    def _is_below(self, x: Any, edge_index: Tensor) -> bool:
+        """Return whether PyG's code writes fewer numbers for new edges than measuring them is worth."""
         count = edge_index.size(-1) * self._writes
         return count < _FEW_EDGES or count * _width(x) < _MEASURED_NUMBERS
 
     def _is_few(self, x: Any, edge_index: Any) -> bool:
         """Return whether a call is a sum of so few features that PyG's code takes it in less time."""
-        if self._message != "copy" or self._makes_edges or not visits.may_be_left(edge_index):
+        if self._message != "copy" or self._makes_edges:
             return False
-        if not visits.is_few(edge_index.size(-1) * _width(x)):
+        if statistics_of(self._modules["aggr_module"]) != ("sum",):
             return False
-        return statistics_of(self._modules["aggr_module"]) == ("sum",)
+        return visits.may_be_left(edge_index) and visits.is_few(edge_index.size(-1) * _width(x))
 
     def _describe(self, device: torch.device | None, *args: Any, **kwargs: Any) -> Description:
         found = super()._describe(device, *args, **kwargs)
