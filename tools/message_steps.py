@@ -25,6 +25,7 @@ import pyg_dfgnn
 from pyg_dfgnn.bench.cases.messages import MessageCase, PyG
 from pyg_dfgnn.bench.graphs import benchmark_graph
 from pyg_dfgnn.bench.results import Table, environment, markdown, now, parsed
+from pyg_dfgnn.frontend import compile_layer
 from pyg_dfgnn.paths import configs_dir
 from pyg_dfgnn.reference.zoo import EdgeList
 
@@ -71,12 +72,9 @@ class Setup:
         self.expected = case.reference(graph, self.inputs, self.grad_out)
         self.error_of_pyg = 0.0
 
-    def model(self, *, accelerated: bool) -> Model:
+    def model(self) -> Model:
         """The model with the parameters that all implementations start from."""
-        layer = self.case.module(self.graph.device)
-        model = Model(self.case, layer, self.inputs["x"])
-        with pyg_dfgnn.local_settings(fallback="silent"):
-            return pyg_dfgnn.accelerate(model) if accelerated else model
+        return Model(self.case, self.case.module(self.graph.device), self.inputs["x"])
 
     def error(self, model: Model) -> float:
         """The largest error of the gradients that the last step has left."""
@@ -125,13 +123,25 @@ def compiled(setup: Setup, model: Model) -> Step:
     return eager(setup, model, torch.compile(model, dynamic=False, **backend))
 
 
-IMPLEMENTATIONS: dict[str, tuple[bool, Callable[[Setup, Model], Step]]] = {
-    "pyg": (False, lambda setup, model: eager(setup, model, model)),
-    "compile": (False, compiled),
-    "fused": (True, lambda setup, model: eager(setup, model, model)),
-    "fused_captured": (True, captured),
+def accelerated(model: Model) -> None:
+    """Let the messages of a model be compiled."""
+    with pyg_dfgnn.local_settings(fallback="silent"):
+        pyg_dfgnn.accelerate(model)
+
+
+def by_dynamo(model: Model) -> None:
+    """Let TorchDynamo capture the layer of a model."""
+    compile_layer(model.layer)
+
+
+IMPLEMENTATIONS: dict[str, tuple[Callable[[Model], None] | None, Callable[[Setup, Model], Step]]] = {
+    "pyg": (None, lambda setup, model: eager(setup, model, model)),
+    "compile": (None, compiled),
+    "fused": (accelerated, lambda setup, model: eager(setup, model, model)),
+    "fused_captured": (accelerated, captured),
+    "dynamo": (by_dynamo, lambda setup, model: eager(setup, model, model)),
 }
-"""Name -> whether messages are compiled, and what makes a step of a setup and a model."""
+"""Name -> what makes a model ours, None for PyG's, and what makes a step of a setup and a model."""
 
 
 def wall_ms(step: Step, device: torch.device) -> tuple[float, int]:
@@ -157,12 +167,13 @@ def synchronize(device: torch.device) -> None:
 
 def measure(setup: Setup, name: str) -> dict[str, Any]:
     """The columns of an implementation: its status, time and error, or why there is no time."""
-    accelerated, make = IMPLEMENTATIONS[name]
-    device = setup.graph.device
-    fallback = "error" if accelerated and device.type == "cuda" else "silent"
+    change, make = IMPLEMENTATIONS[name]
+    device, model = setup.graph.device, setup.model()
+    fallback = "error" if change is not None and device.type == "cuda" else "silent"
     try:
         with pyg_dfgnn.local_settings(fallback=fallback):
-            model = setup.model(accelerated=accelerated)
+            if change is not None:
+                change(model)
             step_ms, n = wall_ms(make(setup, model), device)
         error = setup.error(model)
     except Exception as failure:
@@ -170,7 +181,7 @@ def measure(setup: Setup, name: str) -> dict[str, Any]:
     if name == "pyg":
         setup.error_of_pyg = error
     # As in the experiment: of ours, twice PyG's own error at kinks.
-    bound = max(setup.case.bound(DTYPE), 2 * setup.error_of_pyg) if accelerated else PyG.error_bound
+    bound = max(setup.case.bound(DTYPE), 2 * setup.error_of_pyg) if change is not None else PyG.error_bound
     columns = {"error": f"{error:.2e}", "bound": f"{bound:.3g}"}
     return {**columns, "status": "WRONG"} if error > bound else {**columns, "status": "ok", "step_ms": step_ms, "n": n}
 
