@@ -57,7 +57,13 @@ def test_no_buffer_has_the_features_of_an_edge(op):
 
 
 def test_the_experiment_runs_on_a_cpu_and_has_all_layers(tmp_path):
-    few = ["experiment=messages", "graphs=[e]", "sizes=[8]", "ops=[my_gat]", "implementations=[fused,dynamo,drop_in,pyg]"]
+    few = [
+        "experiment=messages",
+        "graphs=[e]",
+        "sizes=[8]",
+        "ops=[my_gat]",
+        "implementations=[fused,dynamo,drop_in,pyg]",
+    ]
     assert run.run(composed(*QUICK, *few, f"folder={tmp_path}")) == 0
     assert set(Experiment.of(composed("experiment=messages")).ops) == set(LAYERS)
     assert set(Experiment.of(composed("experiment=messages")).implementations) == set(IMPLEMENTATIONS)
