@@ -132,8 +132,7 @@ _few: tuple[Callable[[], Any], Any, Any] = (lambda: _few, None, None)
 def know_few(edges: Tensor, kind: Any) -> None:
     """Note that sums of a kind over edges are of few numbers."""
     global _few
-    if not torch.compiler.is_compiling():
-        _few = weakref.ref(edges), current(), kind
+    _few = weakref.ref(edges), current(), kind
 
 
 def is_known_few(edges: Tensor, kind: Any) -> bool:

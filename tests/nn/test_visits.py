@@ -183,3 +183,13 @@ def test_messages_of_more_operations_than_pygs_launches_are_left_on_few_edges(ki
         for _ in range(4):
             torch.testing.assert_close(layer(x, edge_index), want, rtol=1e-4, atol=1e-5)
     assert bool(launched) is not is_left
+
+
+def test_compiled_calls_ask_nothing_of_edges_that_were_seen(monkeypatch):
+    """torch.compile cannot trace a weak reference."""
+    x, edge_index = torch.randn(30, FEATURES), edges()
+    layer = pyg_dfgnn.accelerate(pyg.GraphConv(FEATURES, FEATURES))
+    want = layer(x, edge_index)
+    torch._dynamo.reset()
+    compiled = torch.compile(layer, backend="eager", fullgraph=True)
+    torch.testing.assert_close(compiled(x, edge_index), want)

@@ -175,6 +175,9 @@ class AggregationConv(FusedConv):
         """Return whether PyG's code takes a call in less time: its edges are few, and new or summed by two launches."""
         if type(edge_index) is not Tensor or visits.step.is_refilled:
             return False
+        if torch.compiler.is_compiling():
+            # What is new is not known then, and torch.compile fuses what PyG launches.
+            return visits.may_be_few(edge_index) and self._is_below(x, edge_index)
         if visits.is_last(self, edge_index):
             return self._is_below(x, edge_index)
         if edge is None:
@@ -184,13 +187,7 @@ class AggregationConv(FusedConv):
             if self._is_few(x, edge_index):
                 visits.know_few(edge_index, kind)
                 return True
-        if torch.compiler.is_compiling():
-            # What is new is not known then, and torch.compile fuses what PyG launches.
-            if not visits.may_be_few(edge_index):
-                return False
-        elif not visits.is_new(self, edge_index):
-            return False
-        return self._is_below(x, edge_index)
+        return visits.is_new(self, edge_index) and self._is_below(x, edge_index)
 
     def _is_below(self, x: Any, edge_index: Tensor) -> bool:
         """Return whether PyG's code writes fewer numbers for new edges than measuring them is worth."""

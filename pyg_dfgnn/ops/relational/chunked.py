@@ -150,6 +150,8 @@ class Chunked:
     def walk(self, rows: Rows) -> Iterator[tuple[Chunk, Prepared]]:
         """The chunks with what runs each."""
         for chunk in chunks_of(rows, self.chunk):
+            chunk.rows.graph.on_this_stream()
+            chunk.rows.lists.on_this_stream()
             yield chunk, self.prepared(chunk)
 
     def part(self, chunk: Chunk, inputs: Sequence[Tensor]) -> list[Tensor]:
