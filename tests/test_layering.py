@@ -34,6 +34,7 @@ ALLOWED = {
     "transforms": {"graph"},
     "training": {"capture", "transforms", "distributed", "models", "datasets", "nn", "ops", "graph"},
     "bench": {
+        "frontend",
         "training",
         "transforms",
         "capture",
