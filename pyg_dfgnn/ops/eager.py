@@ -196,6 +196,14 @@ def differentiable(again: Callable[..., Any] | None = None) -> Callable[[Callabl
 
         @wraps(backward)
         def run(ctx: Any, *grads: Any) -> Any:
+            kind = next((grad.device.type for grad in grads if grad is not None), "cpu")
+            if not torch.is_autocast_enabled(kind):
+                return plain(ctx, *grads)
+            # Backward may run in a region of autocast that forward was not in.
+            with torch.autocast(kind, enabled=False):
+                return plain(ctx, *grads)
+
+        def plain(ctx: Any, *grads: Any) -> Any:
             is_last = not torch.is_grad_enabled()
             if not is_last and torch.compiler.is_compiling():
                 return guarded(ctx, *grads)
