@@ -9,6 +9,9 @@ from pyg_dfgnn.ir.domains import D, E, One, S
 from pyg_dfgnn.ir.program import RANGED, Builder, Program
 from pyg_dfgnn.ir.simplify import remove_dead
 
+_GIVEN = ("input", "const")
+"""Operators of what each part that reads it has itself."""
+
 
 class Parts(NamedTuple):
     """Programs of which each reads inputs of the whole and outputs of those before it, by name.
@@ -54,7 +57,7 @@ def parts_of(program: Program) -> Parts | None:
         wanted = {arg for i in part for arg in values[i].args} & of
         return {_name(program, i): i for i in sorted(wanted)}
 
-    made = {i for i in before if values[i].op != "input"}
+    made = {i for i in before if values[i].op not in _GIVEN}
     handed = read(edges, made) | read(after, made) | {_name(program, i): i for i in sorted(outputs & made)}
     results = read(after, edges) | {_name(program, i): i for i in sorted(outputs & edges)}
     return Parts(
@@ -78,7 +81,7 @@ def _part(program: Program, part: set[int], outputs: dict[str, int]) -> Program:
         value = program.values[i]
         if i in part:
             ids[i] = builder.copy(value, [ids[arg] for arg in value.args])
-        elif value.op == "input":
+        elif value.op in _GIVEN:
             ids[i] = builder.copy(value, ())
         else:
             ids[i] = builder.input(_name(program, i), value.domain, value.shape)

@@ -15,7 +15,8 @@ def network(x: S, xd: D, edge: E, w: One, we: One, att: One):
     hidden = (x @ w + xd @ w + edge @ we).apply("tanh")
     share = softmax((hidden @ att).apply("sigmoid"), among=D)
     out = sum_to(D, hidden * share)
-    return {"out": (out @ w).apply("relu"), "edges": hidden, "x": x, "most": max_to(D, hidden) + out}
+    hidden = hidden * 0.5
+    return {"out": (out @ w).apply("relu") + 1.0, "edges": hidden, "x": x, "most": max_to(D, hidden) + out}
 
 
 @relational

@@ -1,5 +1,7 @@
 """Programs that make rows of edges in chunks: numbers and gradients of the whole, in less memory."""
 
+import math
+
 import pytest
 import torch
 from torch import nn
@@ -51,6 +53,20 @@ class Block(MessagePassing):
         return torch.tanh(self.net(torch.cat([x_i, x_j, edge_attr], dim=-1)))
 
 
+class Shifted(MessagePassing):
+    """Numbers in between, as in the shifted softplus of SchNet."""
+
+    def __init__(self):
+        super().__init__(aggr="add")
+        self.net, self.second = mlp(EDGE), mlp(F)
+
+    def forward(self, x, edge_index, edge_attr):
+        return self.propagate(edge_index, x=x, edge_attr=edge_attr)
+
+    def message(self, x_j, edge_attr):
+        return x_j * self.second(torch.nn.functional.softplus(self.net(edge_attr)) - math.log(2.0)) * 0.5
+
+
 class Attention(MessagePassing):
     """Weights that a network makes, normalised over the edges of a target."""
 
@@ -71,6 +87,7 @@ LAYERS = {
     "filter": Filter,
     "block": Block,
     "attention": Attention,
+    "shifted": Shifted,
     "edge_conv": lambda: pyg.EdgeConv(mlp(2 * F)),
 }
 
