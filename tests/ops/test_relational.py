@@ -4,6 +4,7 @@ import gc
 import weakref
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -11,7 +12,23 @@ from torch import Tensor
 from pyg_dfgnn.errors import UnsupportedError
 from pyg_dfgnn.graph import Graph
 from pyg_dfgnn.graph.derived import tensors_of
-from pyg_dfgnn.ir import D, E, R, Rows, S, concat, dot, interpret, leaky_relu, max_to, mean_to, relational, sum_to, to
+from pyg_dfgnn.ir import (
+    D,
+    E,
+    One,
+    R,
+    Rows,
+    S,
+    concat,
+    dot,
+    interpret,
+    leaky_relu,
+    max_to,
+    mean_to,
+    relational,
+    sum_to,
+    to,
+)
 from pyg_dfgnn.ir.layers import rgat
 from pyg_dfgnn.ir.passes import PASSES, Passes
 from pyg_dfgnn.ir.program import SEED, Builder, Program
@@ -19,6 +36,7 @@ from pyg_dfgnn.ops.relational import apply, prepared_for, program, rows_of
 from pyg_dfgnn.ops.relational.gemm import SegmentLinear, SegmentOuter
 from pyg_dfgnn.runtime import launcher
 from pyg_dfgnn.settings import local_settings
+from tests.emu import needs_compiler
 from tests.kernels.emulated import build_together, emulated_device
 
 
@@ -321,3 +339,98 @@ def test_a_backward_pass_lets_go_of_what_it_has_read(graph, is_last):
 def test_arguments_of_other_classes(graph, call, message):
     with pytest.raises(TypeError, match=message):
         call(graph)
+
+
+def program_on(graph, write, **shapes):
+    """A program that is written by hand, its inputs, and what the interpreter makes of them in float64."""
+    builder, generator = Builder(), torch.Generator().manual_seed(0)
+    ids = {name: builder.input(name, *domain_and_shape) for name, domain_and_shape in shapes.items()}
+    written = builder.build("by_hand", write(builder, **ids))
+    sizes = rows_of(graph).sizes
+    inputs = {
+        name: torch.randn(*(() if domain is One else (sizes[domain],)), *shape, generator=generator)
+        for name, (domain, shape) in shapes.items()
+    }
+    return written, inputs
+
+
+@needs_compiler
+@pytest.mark.parametrize("bounds", [(0.0, float("inf")), (float("-inf"), 0.5), (np.float64(0.1), np.float64(0.5))])
+def test_numbers_of_operators_that_torch_runs(bounds, graph):
+    """Of the one row of weights, with an infinite bound and with NumPy's numbers."""
+
+    def write(builder, x, w):
+        weight = builder.emit("clamp", w, attrs=bounds)
+        return {"out": builder.emit("sum", builder.emit("mul", x, weight), attrs=(D, E))}
+
+    written, inputs = program_on(graph, write, x=(S, (8,)), w=(One, (8,)))
+    want = interpret(written, rows_of(graph), {name: x.double() for name, x in inputs.items()})["out"]
+    with emulated_device(), local_settings(fallback="error"):
+        leaves = {name: x.requires_grad_() for name, x in inputs.items()}
+        out = apply(written, rows_of(graph), leaves)["out"]
+        torch.testing.assert_close(out.double(), want, rtol=1e-5, atol=1e-5)
+        (gradient,) = torch.autograd.grad(out.sum(), leaves["w"])
+    inside = (inputs["w"] >= bounds[0]) & (inputs["w"] <= bounds[1])
+    assert torch.equal(gradient != 0, inside)
+
+
+@needs_compiler
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_backward_in_a_region_of_autocast_that_forward_was_not_in(dtype, graph):
+    written, inputs = program_on(
+        graph,
+        lambda builder, x, w: {
+            "out": builder.emit("sum", builder.emit("linear", builder.emit("gather", x, attrs=(E,)), w), attrs=(D, E))
+        },
+        x=(S, (8,)),
+        w=(One, (8, 16)),
+    )
+    gradients = []
+    with emulated_device(), local_settings(fallback="error"):
+        for is_inside in (False, True):
+            leaves = {name: x.clone().requires_grad_() for name, x in inputs.items()}
+            out = apply(written, rows_of(graph), leaves)["out"]
+            with torch.autocast("cpu", dtype, enabled=is_inside):
+                gradients.append(torch.autograd.grad(out.square().sum(), list(leaves.values())))
+    for inside, outside in zip(*gradients, strict=True):
+        assert torch.equal(inside, outside)
+
+
+@needs_compiler
+@pytest.mark.parametrize("domain", [D, One])
+def test_sums_with_a_bias_over_more_edges_than_float16_counts(domain):
+    edge_index = torch.stack([torch.arange(70_000) % 20, torch.full((70_000,), 3)])
+    graph = Graph.of(edge_index, 20)
+
+    def write(builder, x, w, b):
+        mapped = builder.emit("add", builder.emit("linear", builder.emit("gather", x, attrs=(E,)), w), b)
+        return {"out": builder.emit("sum", mapped, attrs=(domain, E))}
+
+    written, inputs = program_on(graph, write, x=(S, (4,)), w=(One, (4, 16)), b=(One, (16,)))
+    inputs = {"x": inputs["x"] * 1e-3, "w": inputs["w"], "b": (torch.arange(16) % 2) * 1e-3}
+    inputs = {name: x.half() for name, x in inputs.items()}
+    want = interpret(written, rows_of(graph), {name: x.double() for name, x in inputs.items()})["out"]
+    with emulated_device(), local_settings(fallback="error"):
+        out = apply(written, rows_of(graph), inputs)["out"]
+    torch.testing.assert_close(out.double(), want, rtol=1e-2, atol=1e-2 * want.abs().max().item())
+
+
+@needs_compiler
+@pytest.mark.parametrize("num_nodes", [1, 4])
+def test_results_share_no_memory(num_nodes):
+    """Neither with inputs nor with each other: users edit them in place."""
+    graph = Graph.of(torch.randint(num_nodes, (2, 5), generator=torch.Generator().manual_seed(0)), num_nodes)
+
+    def write(builder, x, y, w):
+        total = builder.emit("sum", builder.emit("gather", y, attrs=(E,)), attrs=(D, E))
+        column = builder.emit("permute", builder.emit("view", total, attrs=((1, 8),)), attrs=((1, 0),))
+        halves = {"first": (0, 4), "second": (4, 8)}
+        parts = {name: builder.emit("slice", total, attrs=ends) for name, ends in halves.items()}
+        return {"total": total, "column": column, **parts, "x": builder.emit("slice", x, attrs=(0, 4)),
+                "w": builder.emit("slice", w, attrs=(0, 4)), "whole": builder.emit("detach", w)}  # fmt: skip
+
+    written, inputs = program_on(graph, write, x=(D, (8,)), y=(S, (8,)), w=(One, (8,)))
+    with emulated_device(), local_settings(fallback="error"):
+        results = apply(written, rows_of(graph), inputs)
+    memory = [tensor.untyped_storage().data_ptr() for tensor in (*inputs.values(), *results.values())]
+    assert len(set(memory)) == len(memory)

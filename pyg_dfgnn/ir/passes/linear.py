@@ -110,7 +110,9 @@ def _scaled_map(program: Program, i: int) -> _Scaled | None:
     for inner, other in pairs:
         scale, bias = (None, other) if operand.op == ADD else (other, None)
         factor = () if scale is None else values[scale].shape
+        # On few rows the number of edges would be stored, which 16 bits do not count.
         is_bias = bias is None or (values[bias].domain is One and values[bias].shape == value.shape)
+        is_bias &= bias is None or value.domain not in FEW
         if _is_map(program, inner) and factor[-1:] in ((), (1,)) and is_bias:
             domain, over = value.attrs
             middle = join(domain, _map_operands(program, inner)[1].domain)

@@ -22,6 +22,8 @@ from pyg_dfgnn.ops.relational import products, traversal
 from pyg_dfgnn.ops.relational.dense import Expressions
 
 _RESHAPED = torch.ops.aten._unsafe_view.default
+_VIEWS = ("slice", "permute", "view", "gather", "detach", "expand", "fold", "unstack", "stack")
+"""Operators whose result may share the memory of the operand."""
 
 
 class Functions:
@@ -214,9 +216,13 @@ class _Pass(Text):
             inputs[name] = self._features(name)
             if functions.shapes[name] != functions.rows_of(name):
                 inputs[name] += f".view({self.named(f'{functions.variables[name]}_rows', functions.rows_of(name))})"
+        roots, results = dict(step.program.outputs), {name for name, _ in self.results}
         for name in step.writes:
-            is_whole = name in self.whole
-            outputs[name] = self.named("aligned", aligned) if is_whole else "", functions.variables[name]
+            function = self.named("aligned", aligned) if name in self.whole else ""
+            if name in results and step.program.values[roots[name]].op in _VIEWS:
+                # Of an input, or of another result, which users and optimizers may edit in place.
+                function = self.named("copied", _copied)
+            outputs[name] = function, functions.variables[name]
         for name, i in step.program.inputs.items():
             fitting |= {name} if buffers[name].shape == step.program.values[i].shape else set()
         expressions = Expressions(
@@ -236,6 +242,10 @@ class _Pass(Text):
         """Return a buffer in the dtype of features."""
         is_wide = name in self.functions.exact and self.functions.dtype is not torch.float32
         return self.functions.variables[name] + (".to(like.dtype)" if is_wide else "")
+
+
+def _copied(tensor: Tensor) -> Tensor:
+    return tensor.clone(memory_format=torch.contiguous_format)
 
 
 def _tuple(parts: Sequence[str]) -> str:

@@ -104,11 +104,11 @@ class Expressions:
             # Those of the one row of all are broadcast.
             fits = value.domain in domains and all(domain in (value.domain, One) for domain in domains)
             fits &= all(len(operand.shape) == len(shape) for operand in operands)
-            return (
-                f"{self._name(i, POINTWISE[op].compute)}({', '.join([*args, *(self.named(f'{self.prefix}_of_{i}_{k}', a) for k, a in enumerate(attrs))])})"
-                if fits
-                else None
-            )
+            if not fits:
+                return None
+            # By name: the text of an infinite number, or of one of NumPy's, is no expression.
+            args += [self.named(f"{self.prefix}_of_{i}_{k}", number) for k, number in enumerate(attrs)]
+            return f"{self._name(i, POINTWISE[op].compute)}({', '.join(args)})"
         if op == "linear":
             # A matrix that all rows share.
             (x, w) = operands
