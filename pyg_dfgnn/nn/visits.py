@@ -15,6 +15,8 @@ from pyg_dfgnn.settings import current
 
 _MOST_TENSORS = 64
 _FEW_NUMBERS = 1 << 20
+MEASURED_NUMBERS = 100_000_000
+"""Numbers that PyG writes for all edges from which its kernels take longer than the host, and new edges are sorted."""
 _visits: dict[tuple[int, int], list[Any]] = {}
 """Number of a tensor of edges and length of its rows -> the tensor, its first visitor, the calls and the layer of that
 one, the visitors that leave the tensor to PyG for good, with their layers, and the forward that was counted last."""

@@ -19,9 +19,7 @@ from pyg_dfgnn.nn.gate import FusedConv, is_multiple, settle, statistics_of
 from pyg_dfgnn.ops.segment import aggregate, inverse_degree
 from pyg_dfgnn.statements.segment import AVERAGES, STATS
 
-_MEASURED_NUMBERS = 100_000_000
-"""Numbers that PyG writes for all edges from which its kernels take longer than the host, and new edges are sorted."""
-_FEW_EDGES = _MEASURED_NUMBERS // 1024
+_FEW_EDGES = visits.MEASURED_NUMBERS // 1024
 Question = tuple[str, tuple[str, ...], int, bool, int]
 """The message, statistics, channels, whether nodes have scales, and numbers per edge that a linear layer maps."""
 
@@ -192,7 +190,7 @@ class AggregationConv(FusedConv):
     def _is_below(self, x: Any, edge_index: Tensor) -> bool:
         """Return whether PyG's code writes fewer numbers for new edges than measuring them is worth."""
         count = edge_index.size(-1) * self._writes
-        return count < _FEW_EDGES or count * _width(x) < _MEASURED_NUMBERS
+        return count < _FEW_EDGES or count * _width(x) < visits.MEASURED_NUMBERS
 
     def _is_few(self, x: Any, edge_index: Any) -> bool:
         """Return whether a call is a sum of so few features that PyG's code takes it in less time."""

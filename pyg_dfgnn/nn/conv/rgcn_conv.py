@@ -13,7 +13,7 @@ from pyg_dfgnn.ir.layers import Layer
 from pyg_dfgnn.nn.conv.relational import RelationalConv
 from pyg_dfgnn.nn.edges import Call
 from pyg_dfgnn.nn.gate import methods_of, settle, statistics_of
-from pyg_dfgnn.nn.visits import is_new, is_refilled, run_left
+from pyg_dfgnn.nn.visits import MEASURED_NUMBERS, is_new, may_not_wait, run_left
 from pyg_dfgnn.ops.relational import RowSet, rows_of
 
 _FEW_RELATIONS = 8
@@ -108,7 +108,9 @@ class RGCNConv(RelationalGraphConv, conv.RGCNConv):
 
     def _is_left(self, edge_index: Any) -> bool:
         # PyG's code loops over the relations, and waits for the device.
-        return self.num_relations <= _FEW_RELATIONS and not is_refilled() and is_new(self, edge_index)
+        if self.num_relations > _FEW_RELATIONS or may_not_wait(edge_index) or not is_new(self, edge_index):
+            return False
+        return edge_index.size(-1) * self.in_channels_l < MEASURED_NUMBERS
 
     def _run(self, *args: Any) -> dict[str, Tensor]:
         # PyG adds the relations to zeros of the default dtype.
