@@ -145,17 +145,23 @@ def _factors() -> dict[tuple[str, str], dict[str, dict[str, float]]]:
     return {place: found[place] for place in LOOPS if place in found}
 
 
+def _ways() -> dict[str, str]:
+    """The ways to train that were measured, with their titles."""
+    measured = {way for by_way in _factors().values() for way in by_way}
+    return {way: title for way, title in WAYS_TO_TRAIN.items() if way in measured}
+
+
 def loops() -> str:
     """How many times faster than PyG's the training steps of the loops are: geometric mean, least and most."""
-    body = []
+    body, ways = [], _ways()
     for place, by_way in _factors().items():
         cells = []
-        for way in WAYS_TO_TRAIN:
+        for way in ways:
             values = by_way.get(way, {}).values()
             span = f" ({min(values):.2g} to {max(values):.2g})" if len(values) > 1 else ""
             cells.append(f"{geometric_mean(values):.2g}{span}" if values else "-")
         body.append([LOOPS[place], f"{geometric_mean(by_way['pyg'].values()):.3g}", *cells])
-    return markdown(["training step", "PyG, ms", *WAYS_TO_TRAIN.values()], body)
+    return markdown(["training step", "PyG, ms", *ways.values()], body)
 
 
 def molecules() -> str:
@@ -404,10 +410,11 @@ def draw(path: Path) -> None:
     figure = Figure(figsize=(9.5, 3.4), layout="constrained")
     FigureCanvasAgg(figure)
     axis = figure.subplots()
-    width = 0.8 / len(WAYS_TO_TRAIN)
-    for index, (way, label) in enumerate(WAYS_TO_TRAIN.items()):
+    ways = _ways()
+    width = 0.8 / len(ways)
+    for index, (way, label) in enumerate(ways.items()):
         heights = {k: geometric_mean(by[way].values()) for k, by in enumerate(factors.values()) if way in by}
-        places = [place + (index - (len(WAYS_TO_TRAIN) - 1) / 2) * width for place in heights]
+        places = [place + (index - (len(ways) - 1) / 2) * width for place in heights]
         bars = axis.bar(
             places, [height - 1 for height in heights.values()], width, bottom=1.0, color=f"C{index}", label=label
         )
