@@ -124,10 +124,6 @@ def _is_alike(ref: Any, arg: Any) -> bool:
     return ref() is arg if type(ref) is weakref.ref else bool(ref == arg)
 
 
-def _is_gone(ref: Any) -> bool:
-    return type(ref) is weakref.ref and ref() is None
-
-
 def _versions(values: Sequence[Any]) -> list[int]:
     return [value._version for value in values if isinstance(value, Tensor)]
 

@@ -22,7 +22,6 @@ FILLS = frozenset({"full", "new_full", "full_like"})
 VIEWS = frozenset("view reshape unsqueeze squeeze expand expand_as flatten view_as".split()) | frozenset(
     "contiguous detach to float double long clone".split()
 )
-GATHERS = frozenset({"index_select", "getitem", "embedding"})
 REDUCTIONS = frozenset({"scatter_add", "scatter_reduce", "index_add", "index_reduce"})
 _SIZED = VIEWS | FILLS | CONSTANTS.keys() | {"Size", "repeat", "broadcast_to", "unflatten"}
 """Functions that take sizes, which may be numbers of rows."""

@@ -279,12 +279,6 @@ class Partition:
             return True
         return name in VIEWS and isinstance(node.args[0], Node) and self._is_copied(node.args[0])
 
-    def externals(self, draft: Draft) -> list[Node]:
-        """Return the nodes outside of a region whose tensors it reads."""
-        own = set(self.kept[draft])
-        read = {x for node in own for x in draft.reads.get(node, ())} - own
-        return [node for node in self.graph.nodes if node in read]
-
     def _find_outputs(self) -> set[Node]:
         """Find what others read of each region; returns the nodes that no region can give."""
         self._sets = {draft: set(nodes) for draft, nodes in self.kept.items()}

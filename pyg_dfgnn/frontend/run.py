@@ -130,8 +130,3 @@ class Region:
     def _by_torch(self, args: Sequence[Any], reasons: Sequence[str]) -> Any:
         self.reasons = reasons
         return self.by_torch(*args)
-
-
-def _as_asked(x: Tensor, dtype: torch.dtype, axis: int) -> Tensor:
-    """Return an output with its rows as another dimension than the first, and in the dtype that torch gives it."""
-    return (x.movedim(0, axis).contiguous() if axis else x).to(dtype)

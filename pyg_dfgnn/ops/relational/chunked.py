@@ -118,7 +118,7 @@ class Chunked:
         self.results = {name: parts.edges.values[i] for name, i in parts.edges.outputs}
         reached = _reached(parts.before, wrt)
         self.wrt = tuple(name for name in parts.edges.inputs if name in wrt or name in reached)
-        #: On all edges at once, for what the chunks have in common.
+        # On all edges at once: for what the chunks have in common, and for second derivatives.
         self.whole = Prepared(parts.edges, rows, dtype, self.wrt, passes)
         self.chunk = edges_of_chunk(self.whole.lowered, self.domains)
         self.lowered, self.inputs = self.whole.lowered, list(program.inputs)
