@@ -196,10 +196,10 @@ def differentiable(again: Callable[..., Any] | None = None) -> Callable[[Callabl
 
         @wraps(backward)
         def run(ctx: Any, *grads: Any) -> Any:
-            kind = next((grad.device.type for grad in grads if grad is not None), "cpu")
-            if not torch.is_autocast_enabled(kind):
+            if not torch._C._is_any_autocast_enabled():
                 return plain(ctx, *grads)
             # Backward may run in a region of autocast that forward was not in.
+            kind = next((grad.device.type for grad in grads if grad is not None), "cpu")
             with torch.autocast(kind, enabled=False):
                 return plain(ctx, *grads)
 
