@@ -12,6 +12,7 @@ from torch.nn.utils.parametrize import is_parametrized
 from torch_geometric.nn import MessagePassing
 from torch_geometric.nn.to_hetero_module import ToHeteroLinear
 
+from pyg_dfgnn.fallback import say
 from pyg_dfgnn.ir.torch_front import Symbol
 from pyg_dfgnn.nn.drop_ins import (
     MARK,
@@ -24,7 +25,6 @@ from pyg_dfgnn.nn.drop_ins import (
     shown,
     upstream_of,
 )
-from pyg_dfgnn.nn.fallback import say
 from pyg_dfgnn.nn.messages import Mark, compilable, describe, standing
 from pyg_dfgnn.nn.owned import OfLayers
 from pyg_dfgnn.settings import current, local_settings

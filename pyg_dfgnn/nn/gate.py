@@ -20,10 +20,11 @@ from torch_geometric.typing import Adj
 
 from pyg_dfgnn.dispatch.core import fused_device_types
 from pyg_dfgnn.errors import UnsupportedError
+from pyg_dfgnn.fallback import NO_DEVICE, report_fallback
 from pyg_dfgnn.graph import EdgeSet, Graph
 from pyg_dfgnn.nn import edges
 from pyg_dfgnn.nn.drop_ins import Description, set_propagate, shown, upstream_of
-from pyg_dfgnn.nn.fallback import NO_DEVICE, Scripted, report_fallback
+from pyg_dfgnn.nn.scripted import Scripted
 from pyg_dfgnn.nn.visits import may_be_few, run_left
 from pyg_dfgnn.ops.eager import PLAIN
 from pyg_dfgnn.ops.graph import may_run_again, unmeasured_graph

@@ -13,11 +13,11 @@ from torch_geometric.utils import scatter as pygs_scatter
 
 from pyg_dfgnn.dispatch.core import explain, fused_device_types
 from pyg_dfgnn.dispatch.segment import FAMILY, SegmentProblem, max_channels
+from pyg_dfgnn.fallback import NO_DEVICE, SMALL, report_fallback
 from pyg_dfgnn.graph import Graph
 from pyg_dfgnn.graph.forms import INDEX_DTYPES
 from pyg_dfgnn.graph.groups import graph_of_index, known_graph
 from pyg_dfgnn.nn.drop_ins import Description, shown
-from pyg_dfgnn.nn.fallback import NO_DEVICE, SMALL, report_fallback
 from pyg_dfgnn.nn.visits import is_few, is_new, is_refilled, may_be_left, may_not_wait, step
 from pyg_dfgnn.ops import groups
 from pyg_dfgnn.ops.eager import is_eager, is_plain

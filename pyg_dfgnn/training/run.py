@@ -30,12 +30,13 @@ from torch.optim import Optimizer
 from torch_geometric.nn import MessagePassing
 
 import pyg_dfgnn
+from pyg_dfgnn import fallback
 from pyg_dfgnn.capture.step import check_optimizer
 from pyg_dfgnn.datasets import LaplacianEncoding, Task
 from pyg_dfgnn.distributed import Group
 from pyg_dfgnn.errors import check_choice, check_integer
 from pyg_dfgnn.graph.reorder import METHODS
-from pyg_dfgnn.nn import DROP_INS, fallback
+from pyg_dfgnn.nn import DROP_INS
 from pyg_dfgnn.paths import configs_dir
 from pyg_dfgnn.settings import Settings, current
 from pyg_dfgnn.training import checkpoint

@@ -6,7 +6,7 @@ from torch_geometric.utils import segment as pygs_segment
 from torch_geometric.utils import softmax as pygs_softmax
 
 from pyg_dfgnn.nn import groups
-from pyg_dfgnn.nn.fallback import scripts
+from pyg_dfgnn.nn.scripted import scripts
 
 
 @scripts(pygs_scatter)

@@ -13,12 +13,12 @@ from torch_geometric.data import Batch, HeteroData
 from torch_geometric.loader import DataLoader
 
 import pyg_dfgnn
+from pyg_dfgnn import fallback
 from pyg_dfgnn.capture import Capacity, CapturedStep, Step, capture_step
 from pyg_dfgnn.capture.watch import data_watches
 from pyg_dfgnn.errors import StaleError, UnsupportedError
 from pyg_dfgnn.graph import DeviceDataset, Graph
 from pyg_dfgnn.models import GAT
-from pyg_dfgnn.nn import fallback
 from pyg_dfgnn.settings import local_settings
 from tests.capture.test_step import HostRecorder, graph
 from tests.emu import needs_compiler

@@ -3,7 +3,8 @@
 import pytest
 import torch
 
-from pyg_dfgnn.nn import fallback, gate
+from pyg_dfgnn import fallback
+from pyg_dfgnn.nn import gate
 from pyg_dfgnn.nn.conv.aggregation import AggregationConv
 from pyg_dfgnn.nn.conv.attention import AttentionConv
 from pyg_dfgnn.nn.conv.relational import RelationalConv

@@ -17,8 +17,8 @@ import pyg_dfgnn
 import pyg_dfgnn.nn as ours
 from pyg_dfgnn import Graph
 from pyg_dfgnn.errors import UnsupportedError
+from pyg_dfgnn.fallback import NO_DEVICE, ON_CPU
 from pyg_dfgnn.nn.conv.attention import AttentionConv
-from pyg_dfgnn.nn.fallback import NO_DEVICE, ON_CPU
 from pyg_dfgnn.nn.gate import HOOKS, METHODS
 from tests.covering import over
 from tests.kernels.emulated import emulated_device

@@ -10,7 +10,8 @@ from torch._dynamo.utils import counters
 from torch_geometric.nn import MessagePassing
 
 import pyg_dfgnn
-from pyg_dfgnn.nn import fallback, messages
+from pyg_dfgnn import fallback
+from pyg_dfgnn.nn import messages
 from pyg_dfgnn.reference.tolerances import BACKWARD, largest_errors, tolerance
 from pyg_dfgnn.reference.zoo import ZOO
 from tests.emu import needs_compiler

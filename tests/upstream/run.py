@@ -192,7 +192,8 @@ def swap(reference: bool) -> dict[str, list[int]]:
     Returns:
         By name, the numbers of fused and of all calls, which go on being counted.
     """
-    from pyg_dfgnn.nn import DROP_INS, fallback, groups
+    from pyg_dfgnn import fallback
+    from pyg_dfgnn.nn import DROP_INS, groups
 
     calls, classes = Calls(), {}
     # PyG's own modules keep PyG's functions, as they would with a user's imports, and TorchScript compiles them.

@@ -6,9 +6,9 @@ import torch
 from torch import Tensor, nn
 from torch_geometric.nn import aggr
 
+from pyg_dfgnn.fallback import report_fallback
 from pyg_dfgnn.nn import groups
 from pyg_dfgnn.nn.aggr.base import FusedAggregation
-from pyg_dfgnn.nn.fallback import report_fallback
 from pyg_dfgnn.nn.gate import is_multiple, repetition_reasons, statistics_of
 from pyg_dfgnn.nn.visits import step
 

@@ -5,8 +5,8 @@ from typing import Any
 from torch import Tensor
 from torch_geometric.nn import aggr
 
+from pyg_dfgnn.fallback import report_fallback
 from pyg_dfgnn.nn.aggr.base import FusedAggregation
-from pyg_dfgnn.nn.fallback import report_fallback
 
 
 class QuantileAggregation(FusedAggregation, aggr.QuantileAggregation):

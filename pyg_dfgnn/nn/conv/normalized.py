@@ -7,11 +7,11 @@ from torch import Tensor
 from torch_geometric.nn.conv.gcn_conv import gcn_norm
 from torch_geometric.typing import Adj, OptTensor
 
+from pyg_dfgnn.fallback import SMALL
 from pyg_dfgnn.graph import EdgeSet, Graph
 from pyg_dfgnn.graph.derived import version_of
 from pyg_dfgnn.nn import edges
 from pyg_dfgnn.nn.conv.aggregation import AggregationConv, Question, Sent, is_matrix
-from pyg_dfgnn.nn.fallback import SMALL
 from pyg_dfgnn.nn.gate import NO_MATRIX, statistics_of
 from pyg_dfgnn.nn.visits import is_new
 from pyg_dfgnn.ops.segment import aggregate, inverse_root_degree, symmetric_norm

@@ -8,13 +8,14 @@ from torch import Tensor
 from torch_geometric.nn import dense
 
 from pyg_dfgnn.errors import check_shape
+from pyg_dfgnn.fallback import NO_DEVICE, report_fallback
 from pyg_dfgnn.graph import Graph
 from pyg_dfgnn.ir import Rows
 from pyg_dfgnn.nn.dense.linear import Linear
 from pyg_dfgnn.nn.drop_ins import Description, shown
-from pyg_dfgnn.nn.fallback import NO_DEVICE, Scripted, report_fallback
 from pyg_dfgnn.nn.gate import export_reasons, is_plain_layer, reasons_on_device, storage_dtype
 from pyg_dfgnn.nn.programs import RelationalProblem, dtype_reasons, explain, reasons_of_problem, run
+from pyg_dfgnn.nn.scripted import Scripted
 from pyg_dfgnn.ops.eager import is_eager
 from pyg_dfgnn.ops.relational import RowSet, rows_of
 

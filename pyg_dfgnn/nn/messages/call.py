@@ -12,13 +12,13 @@ from torch_geometric import EdgeIndex
 from torch_geometric.nn import MessagePassing
 
 from pyg_dfgnn.errors import UnsupportedError
+from pyg_dfgnn.fallback import NO_DEVICE, SMALL, report_fallback
 from pyg_dfgnn.graph import Graph
 from pyg_dfgnn.graph.made import Seen, graph_of
 from pyg_dfgnn.ir import interpret
 from pyg_dfgnn.ir.domains import E
 from pyg_dfgnn.ir.program import SEED, Program
 from pyg_dfgnn.ir.rows import Rows
-from pyg_dfgnn.nn.fallback import NO_DEVICE, SMALL, report_fallback
 from pyg_dfgnn.nn.gate import hooks_of, transform_reasons
 from pyg_dfgnn.nn.messages.adjacency import adjacency_reasons, is_sparse_matrix, with_edges
 from pyg_dfgnn.nn.messages.edits import may_wait_in

@@ -11,11 +11,11 @@ from torch import Tensor
 
 from pyg_dfgnn.dispatch.core import fused_device_types
 from pyg_dfgnn.dispatch.traversal import storage_reasons
+from pyg_dfgnn.fallback import NO_DEVICE, SMALL
 from pyg_dfgnn.ir.domains import E
 from pyg_dfgnn.ir.program import Program
 from pyg_dfgnn.ir.rows import Rows
 from pyg_dfgnn.nn.drop_ins import Description, copied, shown
-from pyg_dfgnn.nn.fallback import NO_DEVICE, SMALL
 from pyg_dfgnn.nn.messages.call import Outcome, last, late_reasons, state_reasons, watchers
 from pyg_dfgnn.nn.messages.kept import names_of
 from pyg_dfgnn.nn.messages.refusals import lowered, with_lines

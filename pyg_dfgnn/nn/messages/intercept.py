@@ -12,10 +12,10 @@ from torch_geometric import EdgeIndex
 from torch_geometric.inspector import Inspector
 from torch_geometric.nn import MessagePassing
 
+from pyg_dfgnn.fallback import report_fallback
 from pyg_dfgnn.graph import Graph
 from pyg_dfgnn.nn.drop_ins import MARK
 from pyg_dfgnn.nn.edges import edges_in_flow
-from pyg_dfgnn.nn.fallback import report_fallback
 from pyg_dfgnn.nn.messages.call import call_layer, is_pygs, is_settled
 from pyg_dfgnn.nn.messages.kept import keeping
 from pyg_dfgnn.nn.messages.lazy import run_forward

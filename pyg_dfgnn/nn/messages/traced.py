@@ -18,12 +18,12 @@ from torch_geometric import EdgeIndex
 from torch_geometric.nn import MessagePassing
 
 from pyg_dfgnn.dispatch.traversal import storage_reasons
+from pyg_dfgnn.fallback import NO_DEVICE, report_fallback
 from pyg_dfgnn.ir.domains import D, E, One, R, S, U, V
 from pyg_dfgnn.ir.lanes import Refusal
 from pyg_dfgnn.ir.lowering import lower
 from pyg_dfgnn.ir.passes import Passes
 from pyg_dfgnn.ir.program import SEED, Program
-from pyg_dfgnn.nn.fallback import NO_DEVICE, report_fallback
 from pyg_dfgnn.nn.gate import export_reasons, transform_reasons
 from pyg_dfgnn.nn.messages.call import layer_reasons
 from pyg_dfgnn.nn.messages.spec import Call, signature_of, spec_of

@@ -2,21 +2,15 @@
 
 import logging
 import sys
-from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
+from collections.abc import Sequence
 
 import torch
-from torch import nn
 
 from pyg_dfgnn.errors import UnsupportedError
-from pyg_dfgnn.nn.drop_ins import upstream_of
 from pyg_dfgnn.settings import current
-
-F = TypeVar("F", bound=Callable[..., Any])
 
 SMALL = "the edges are few, and new or read by few operators: PyG's code takes them in less time"
 NO_DEVICE = "the tensors are not on a CUDA device"
-SCRIPTED = "torch.jit.script puts PyG's class in its place, in this model too: give it a copy to keep the drop-in"
 ON_CPU = "PyG's own code runs where the tensors are on a CPU; the fused kernels need a CUDA device"
 
 logger = logging.getLogger("pyg_dfgnn")
@@ -71,27 +65,3 @@ def report_fallback(name: str, reasons: Sequence[str]) -> None:
             raise UnsupportedError(fatal, what=f"the fused {name}")
     if fallback != "silent":
         log_once(name, tuple(reasons))
-
-
-class Scripted:
-    """A drop-in in whose place `torch.jit.script` compiles a module of PyG's own class with the same parameters."""
-
-    def __prepare_scriptable__(self: Any) -> nn.Module:
-        upstream = upstream_of(type(self))
-        if upstream is type(self):
-            return self  # type: ignore[return-value]
-        report_fallback(type(self).__name__, [SCRIPTED])
-        twin: nn.Module = object.__new__(upstream)
-        twin.__dict__.update(self.__dict__)
-        return twin
-
-
-def scripts(upstream: Callable[..., Any]) -> Callable[[F], F]:
-    """Return a decorator of a function in whose place `torch.jit.script` compiles PyG's function."""
-
-    def mark(function: F) -> F:
-        # torch.jit asks functions for this too.
-        vars(function)["__prepare_scriptable__"] = lambda: upstream
-        return function
-
-    return mark
