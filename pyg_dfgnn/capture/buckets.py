@@ -17,9 +17,9 @@ from pyg_dfgnn.distributed.norm import batch_norm_kernels
 from pyg_dfgnn.errors import check_device, check_dtype, check_range, check_shape
 from pyg_dfgnn.graph import DeviceDataset, RefilledGraph, StaticGroups
 from pyg_dfgnn.graph.forms import INDEX_DTYPES
-from pyg_dfgnn.nn.visits import refilled
 from pyg_dfgnn.ops.eager import differentiable, differentiated
 from pyg_dfgnn.ops.graph import refill, reports
+from pyg_dfgnn.ops.visits import refilled
 
 IGNORED = -100
 """Label that losses and metrics leave out, such as of padding; torch's default `ignore_index`."""

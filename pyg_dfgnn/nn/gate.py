@@ -25,9 +25,9 @@ from pyg_dfgnn.graph import EdgeSet, Graph
 from pyg_dfgnn.nn import edges
 from pyg_dfgnn.nn.drop_ins import Description, set_propagate, shown, upstream_of
 from pyg_dfgnn.nn.scripted import Scripted
-from pyg_dfgnn.nn.visits import may_be_few, run_left
 from pyg_dfgnn.ops.eager import PLAIN
 from pyg_dfgnn.ops.graph import may_run_again, unmeasured_graph
+from pyg_dfgnn.ops.visits import may_be_few, run_left
 from pyg_dfgnn.settings import current, local_settings
 
 METHODS = ("message", "aggregate", "update", "edge_update", "message_and_aggregate")

@@ -18,10 +18,10 @@ from pyg_dfgnn.graph import Graph
 from pyg_dfgnn.graph.forms import INDEX_DTYPES
 from pyg_dfgnn.graph.groups import graph_of_index, known_graph
 from pyg_dfgnn.nn.drop_ins import Description, shown
-from pyg_dfgnn.nn.visits import is_few, is_new, is_refilled, may_be_left, may_not_wait, step
 from pyg_dfgnn.ops import groups
 from pyg_dfgnn.ops.eager import is_eager, is_plain
 from pyg_dfgnn.ops.segment import aggregate
+from pyg_dfgnn.ops.visits import is_few, is_new, is_refilled, may_be_left, may_not_wait, step
 from pyg_dfgnn.statements.segment import EXTREMES, STATS
 
 NAMES = {"add": "sum", "amax": "max", "amin": "min", **{name: name for name in STATS}}

@@ -15,8 +15,8 @@ import pyg_dfgnn
 from pyg_dfgnn.capture import Buckets, Capacity, CapturedStep, capture_step
 from pyg_dfgnn.errors import IdRangeError
 from pyg_dfgnn.graph import Graph, RefilledGraph
-from pyg_dfgnn.nn.visits import refilled
 from pyg_dfgnn.ops.graph import refill, reports
+from pyg_dfgnn.ops.visits import refilled
 from pyg_dfgnn.settings import local_settings
 from tests.capture.test_step import HostRecorder
 from tests.emu import needs_compiler

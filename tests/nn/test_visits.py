@@ -8,8 +8,8 @@ from torch import nn
 from torch_geometric.nn import conv as pyg
 
 import pyg_dfgnn
-from pyg_dfgnn.nn import visits
-from pyg_dfgnn.nn.visits import is_new, leave
+from pyg_dfgnn.ops import visits
+from pyg_dfgnn.ops.visits import is_new, leave
 from pyg_dfgnn.settings import Settings, current
 from tests.emu import needs_compiler
 from tests.kernels.emulated import emulated_device

@@ -10,7 +10,7 @@ from torch_geometric.nn import aggr
 from pyg_dfgnn.nn import groups
 from pyg_dfgnn.nn.drop_ins import DROP_INS, Description, keep_signature
 from pyg_dfgnn.nn.scripted import Scripted
-from pyg_dfgnn.nn.visits import step
+from pyg_dfgnn.ops.visits import step
 
 
 class FusedAggregation(Scripted, aggr.Aggregation):

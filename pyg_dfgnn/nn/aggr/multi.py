@@ -10,7 +10,7 @@ from pyg_dfgnn.fallback import report_fallback
 from pyg_dfgnn.nn import groups
 from pyg_dfgnn.nn.aggr.base import FusedAggregation
 from pyg_dfgnn.nn.gate import is_multiple, repetition_reasons, statistics_of
-from pyg_dfgnn.nn.visits import step
+from pyg_dfgnn.ops.visits import step
 
 
 def statistic_of(module: nn.Module) -> str | None:

@@ -13,9 +13,10 @@ from pyg_dfgnn.dispatch.segment import FAMILY, SegmentProblem, max_channels, uns
 from pyg_dfgnn.errors import check_shape
 from pyg_dfgnn.fallback import SMALL
 from pyg_dfgnn.graph import EdgeSet, Graph
-from pyg_dfgnn.nn import edges, visits
+from pyg_dfgnn.nn import edges
 from pyg_dfgnn.nn.drop_ins import Description
 from pyg_dfgnn.nn.gate import FusedConv, is_multiple, settle, statistics_of
+from pyg_dfgnn.ops import visits
 from pyg_dfgnn.ops.segment import aggregate, inverse_degree
 from pyg_dfgnn.statements.segment import AVERAGES, STATS
 

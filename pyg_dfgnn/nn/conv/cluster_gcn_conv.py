@@ -11,8 +11,8 @@ from pyg_dfgnn.graph import Graph
 from pyg_dfgnn.nn.conv.aggregation import AggregationConv, Question, is_matrix
 from pyg_dfgnn.nn.edges import Call, form_of
 from pyg_dfgnn.nn.gate import methods_of, statistics_of
-from pyg_dfgnn.nn.visits import run_left
 from pyg_dfgnn.ops.segment import aggregate, inverse_root_degree
+from pyg_dfgnn.ops.visits import run_left
 
 
 class ClusterGCNConv(AggregationConv, conv.ClusterGCNConv):

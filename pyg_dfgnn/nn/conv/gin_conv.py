@@ -13,7 +13,7 @@ from pyg_dfgnn.nn.conv.aggregation import AggregationConv, Question
 from pyg_dfgnn.nn.edges import Call, adjacency_features, num_edges
 from pyg_dfgnn.nn.gate import methods_of
 from pyg_dfgnn.nn.projection import is_plain_linear
-from pyg_dfgnn.nn.visits import run_left
+from pyg_dfgnn.ops.visits import run_left
 
 
 class GINConv(AggregationConv, conv.GINConv):

@@ -8,7 +8,7 @@ from pyg_dfgnn.graph import Graph
 from pyg_dfgnn.nn.conv.aggregation import AggregationConv
 from pyg_dfgnn.nn.edges import Call
 from pyg_dfgnn.nn.gate import methods_of
-from pyg_dfgnn.nn.visits import run_left
+from pyg_dfgnn.ops.visits import run_left
 
 
 class GraphConv(AggregationConv, conv.GraphConv):

@@ -13,8 +13,8 @@ from pyg_dfgnn.graph.derived import version_of
 from pyg_dfgnn.nn import edges
 from pyg_dfgnn.nn.conv.aggregation import AggregationConv, Question, Sent, is_matrix
 from pyg_dfgnn.nn.gate import NO_MATRIX, statistics_of
-from pyg_dfgnn.nn.visits import is_new
 from pyg_dfgnn.ops.segment import aggregate, inverse_root_degree, symmetric_norm
+from pyg_dfgnn.ops.visits import is_new
 
 _SCALED = {"sum", "mean"}
 

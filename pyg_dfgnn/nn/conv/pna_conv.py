@@ -15,9 +15,9 @@ from pyg_dfgnn.nn.conv.aggregation import AggregationConv, Question
 from pyg_dfgnn.nn.edges import Call, adjacency_features
 from pyg_dfgnn.nn.gate import FusedConv, methods_of, statistics_of
 from pyg_dfgnn.nn.projection import is_plain_linear
-from pyg_dfgnn.nn.visits import run_left
 from pyg_dfgnn.ops.groups import degree
 from pyg_dfgnn.ops.segment import aggregate
+from pyg_dfgnn.ops.visits import run_left
 
 
 class PNAConv(AggregationConv, conv.PNAConv):

@@ -9,7 +9,7 @@ from pyg_dfgnn.nn.conv.aggregation import AggregationConv
 from pyg_dfgnn.nn.edges import Call, adjacency_features
 from pyg_dfgnn.nn.gate import methods_of
 from pyg_dfgnn.nn.projection import project
-from pyg_dfgnn.nn.visits import run_left
+from pyg_dfgnn.ops.visits import run_left
 
 
 class ResGatedGraphConv(AggregationConv, conv.ResGatedGraphConv):

@@ -13,8 +13,8 @@ from pyg_dfgnn.ir.layers import Layer
 from pyg_dfgnn.nn.conv.relational import RelationalConv
 from pyg_dfgnn.nn.edges import Call
 from pyg_dfgnn.nn.gate import methods_of, settle, statistics_of
-from pyg_dfgnn.nn.visits import MEASURED_NUMBERS, is_new, may_not_wait, run_left
 from pyg_dfgnn.ops.relational import RowSet, rows_of
+from pyg_dfgnn.ops.visits import MEASURED_NUMBERS, is_new, may_not_wait, run_left
 
 _FEW_RELATIONS = 8
 """Relations up to which PyG's loop takes less of the host than the lists of new edges."""

@@ -27,10 +27,10 @@ from pyg_dfgnn.nn.messages.refusals import with_lines
 from pyg_dfgnn.nn.messages.spec import Call, Spec, facts_of, signature_of, spec_of
 from pyg_dfgnn.nn.messages.trace import NO_SHAPE, Trace, argument_of, keep, known_of, trace_of
 from pyg_dfgnn.nn.owned import OfLayers
-from pyg_dfgnn.nn.visits import leave
 from pyg_dfgnn.ops.core import draw_seed
 from pyg_dfgnn.ops.relational import rows_of
 from pyg_dfgnn.ops.relational.backend import KERNELS, backend, is_small
+from pyg_dfgnn.ops.visits import leave
 from pyg_dfgnn.settings import current
 
 _refused: dict[tuple[Any, ...], tuple[Program, tuple[str, ...]]] = {}

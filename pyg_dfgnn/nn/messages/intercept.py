@@ -22,7 +22,7 @@ from pyg_dfgnn.nn.messages.lazy import run_forward
 from pyg_dfgnn.nn.messages.spec import STEPS, WRAPPER, Call, original
 from pyg_dfgnn.nn.messages.terms import METHOD, with_terms
 from pyg_dfgnn.nn.messages.traced import METHODS, call_traced
-from pyg_dfgnn.nn.visits import is_new, step
+from pyg_dfgnn.ops.visits import is_new, step
 from pyg_dfgnn.settings import current, quiet
 
 NOT_STRICT = "torch.export with strict=False, its default, records PyG's code: strict=True exports the program"
