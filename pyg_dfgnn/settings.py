@@ -156,16 +156,6 @@ class local_settings:
             _leave()
 
 
-class quiet:
-    """A block whose fallbacks nobody is told of; torch.compile can trace it, as it cannot `local_settings`."""
-
-    def __enter__(self) -> None:
-        _enter(replace(current(), fallback="silent"))
-
-    def __exit__(self, *exc: object) -> None:
-        _leave()
-
-
 def _enter(inside: Settings) -> None:
     _blocks.outer = _blocks.settings, _blocks.outer
     _blocks.settings = inside

@@ -10,7 +10,7 @@ import pytest
 from tests.test_layering import PACKAGE, ROOT, parsed, relative
 
 SOURCES = [*PACKAGE.rglob("*.py"), *(ROOT / "tools").glob("*.py"), ROOT / "train.py"]
-PART = ("tests/test_errors.py", *(f"tests/nn/test_message_{name}.py" for name in ("options", "script", "stand_ins")))
+PART = ("tests/test_errors.py", *(f"tests/nn/test_message_{name}.py" for name in ("traps", "radial")))
 """Tests of what is refused."""
 
 

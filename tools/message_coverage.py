@@ -11,11 +11,12 @@ import torch_geometric.nn.conv as pyg
 from torch_geometric.nn import MessagePassing
 
 from pyg_dfgnn.ir import D, E, One, R, S, U, V
+from pyg_dfgnn.ir.program import Program
 from pyg_dfgnn.nn import DROP_INS, messages
-from pyg_dfgnn.nn.messages.refusals import lowered
+from pyg_dfgnn.nn.messages import lowered
 from pyg_dfgnn.reference.zoo import ZOO
 from pyg_dfgnn.settings import local_settings
-from tests.nn.message_cases import EDGE_MLP, REFUSED, TRACED, Case, Inputs, twins, watched
+from tests.nn.message_cases import EDGE_MLP, REFUSED, TRACED, Case, Graphs, Inputs, twins, watched
 
 PAGE = Path(__file__).parents[1] / "docs" / "message_passing_coverage.md"
 _MOVES = {"input", "const", "gather", "view", "permute", "expand", "concat", "slice", "detach", "unstack"}
@@ -23,35 +24,32 @@ HEAD = """# What is compiled of PyG's convs
 
 Written by `python -m tools.message_coverage`; a test compares it with the code.
 
-- *drop-in*: our class stands in for PyG's; its messages trace too.
-- *traced*: the messages are a program, whose operators are listed; outputs and gradients equal PyG's in float64.
-- *edge product*: traced, with a map of values that only edges have: a network of two layers here. With one `Linear` in
-  its place kernels run, and in chunks where [`edge_chunks`](settings.md#edge-networks) asks for them.
-- *refused*: PyG's own code runs, for the reason shown.
-- *on kernels*: whether generated kernels run the messages and their gradients, where there is no drop-in, or why PyG's
-  code runs on a GPU.
+- *drop-in*: our class stands in for PyG's; its forward can be compiled too.
+- *fused*: all gathers and reductions by the ends of the edges are in programs, whose operators are listed; outputs and
+  gradients equal PyG's in float64.
+- *in part*: some are, and the lines shown stay PyTorch's; *PyG*: none is.
+- *by programs*: how many of the gathers and reductions are in programs.
+- *on kernels*: whether generated kernels run the programs and their gradients, or why PyTorch's operators run them on a
+  GPU. `in chunks`: where [`edge_chunks`](settings.md#edge-networks) asks for them.
 
-| class | how | operators, or why not | on kernels |
-|---|---|---|---|
+| class | how | by programs | operators, and what stays PyTorch's | on kernels |
+|---|---|---|---|---|
 """
 CHUNKS = "in chunks"
 SIZES = {One: 1, R: 5, S: 10**7, D: 10**7, U: 5 * 10**7, V: 5 * 10**7, E: 2 * 10**8}
 
 
-def traces_of(case: Case) -> tuple[list[messages.Trace], list[str]]:
-    """Return the programs of a call of a layer, and the reasons for which there are none."""
+def captured_of(case: Case) -> Graphs:
+    """Return what becomes of the graphs that are captured for calls of a layer."""
     _, marked = twins(case.make)
-    with messages.interpreted(), watched() as calls, local_settings(fallback="silent"):
+    with messages.interpreted(), watched() as graphs, local_settings(fallback="silent"):
         case.call(marked, Inputs(ZOO["self-loops"]()))
-    programs = [trace for *_, trace, _ in calls if trace is not None and trace.program is not None]
-    return programs, [reason for *_, reasons in calls for reason in reasons]
+    return graphs
 
 
-def reasons_on_kernels(trace: messages.Trace) -> list[str]:
+def reasons_on_kernels(program: Program) -> list[str]:
     """Return why generated kernels do not run a program and its gradients."""
-    assert trace.program is not None
-    program = trace.program
-    asked = program, SIZES, tuple(program.inputs), list(dict(program.outputs))
+    asked = program, SIZES, program.features, list(dict(program.outputs))
     reasons = lowered(*asked)[1]
     with local_settings(edge_chunks=True):
         return [CHUNKS] if reasons and not lowered(*asked)[1] else reasons
@@ -62,15 +60,17 @@ def row(name: str, kind: type) -> str:
     case = {**TRACED, **EDGE_MLP, **REFUSED}.get(name)
     if case is None:
         why = "needs an extra of PyG that is not installed here" if issubclass(kind, MessagePassing) else ""
-        return f"| {name} | - | {why or 'has no propagation of its own; the layers inside are taken'} |  |"
-    programs, reasons = traces_of(case)
-    how = "drop-in" if kind in DROP_INS else "edge product" if name in EDGE_MLP else "traced"
-    ops = {value.op for trace in programs if trace.program is not None for value in trace.program.values} - _MOVES
-    reason = "; ".join(dict.fromkeys(reasons)).replace("|", "\\|")
+        return f"| {name} | - |  | {why or 'has no propagation of its own; the layers inside are taken'} |  |"
+    graphs = captured_of(case)
+    programs = graphs.programs
+    every, inside = (sum(graph.counts[k] for graph in graphs) for k in (0, 1))
+    how = "drop-in" if kind in DROP_INS else "fused" if inside == every else "in part" if inside else "PyG"
+    ops = ", ".join(sorted({value.op for program in programs for value in program.values} - _MOVES))
+    reason = "; ".join(dict.fromkeys(graphs.reasons)).replace("|", "\\|")
     kernels = ""
-    if how != "drop-in" and not reasons:
-        kernels = "; ".join(dict.fromkeys(why for trace in programs for why in reasons_on_kernels(trace))) or "yes"
-    return f"| {name} | {'refused' if reasons else how} | {reason or ', '.join(sorted(ops))} | {kernels} |"
+    if how != "drop-in" and programs:
+        kernels = "; ".join(dict.fromkeys(why for program in programs for why in reasons_on_kernels(program))) or "yes"
+    return f"| {name} | {how} | {inside} of {every} | {'; '.join(filter(None, [ops, reason]))} | {kernels} |"
 
 
 def page() -> str:
@@ -82,9 +82,7 @@ def page() -> str:
             rows = [row(name, getattr(pyg, name)) for name in sorted(pyg.__all__) if name != "MessagePassing"]
     finally:
         torch.set_default_dtype(torch.float32)
-    counts = {
-        how: sum(f"| {how} |" in line for line in rows) for how in ("drop-in", "traced", "edge product", "refused")
-    }
+    counts = {how: sum(f"| {how} |" in line for line in rows) for how in ("drop-in", "fused", "in part", "PyG")}
     total = ", ".join(f"{count} {how}" for how, count in counts.items())
     return f"{HEAD}{chr(10).join(rows)}\n\nOf {len(rows)} classes: {total}.\n"
 

@@ -25,7 +25,6 @@ import pyg_dfgnn
 from pyg_dfgnn.bench.cases.messages import MessageCase, PyG
 from pyg_dfgnn.bench.graphs import benchmark_graph
 from pyg_dfgnn.bench.results import Table, environment, markdown, now, parsed
-from pyg_dfgnn.frontend import compile_layer
 from pyg_dfgnn.paths import configs_dir
 from pyg_dfgnn.reference.zoo import EdgeList
 
@@ -129,17 +128,11 @@ def accelerated(model: Model) -> None:
         pyg_dfgnn.accelerate(model)
 
 
-def by_dynamo(model: Model) -> None:
-    """Let TorchDynamo capture the layer of a model."""
-    compile_layer(model.layer)
-
-
 IMPLEMENTATIONS: dict[str, tuple[Callable[[Model], None] | None, Callable[[Setup, Model], Step]]] = {
     "pyg": (None, lambda setup, model: eager(setup, model, model)),
     "compile": (None, compiled),
     "fused": (accelerated, lambda setup, model: eager(setup, model, model)),
     "fused_captured": (accelerated, captured),
-    "dynamo": (by_dynamo, lambda setup, model: eager(setup, model, model)),
 }
 """Name -> what makes a model ours, None for PyG's, and what makes a step of a setup and a model."""
 

@@ -22,8 +22,8 @@ from pyg_dfgnn.capture.watch import Watch, data_watches, is_on_device, model_wat
 from pyg_dfgnn.distributed import Group
 from pyg_dfgnn.errors import UnsupportedError, check_device
 from pyg_dfgnn.fallback import say_once
+from pyg_dfgnn.frontend.derived import edges_stay
 from pyg_dfgnn.nn.drop_ins import rows_of
-from pyg_dfgnn.nn.messages.kept import edges_stay
 from pyg_dfgnn.settings import current, local_settings
 
 Loss = Callable[[Any, Any], Tensor]

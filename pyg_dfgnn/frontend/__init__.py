@@ -1,7 +1,6 @@
 """The front end by PyTorch's own capture: an FX graph's regions on edges become programs, all else stays torch's."""
 
-from pyg_dfgnn.frontend.backend import Captured, backend, watchers
-from pyg_dfgnn.frontend.capture import clear, compile_layer, release_layer
-from pyg_dfgnn.ops.relational.backend import interpreted
+from pyg_dfgnn.frontend.backend import Captured, Compiler, watchers
+from pyg_dfgnn.frontend.capture import captured
 
-__all__ = ["Captured", "backend", "clear", "compile_layer", "interpreted", "release_layer", "watchers"]
+__all__ = ["Captured", "Compiler", "captured", "watchers"]

@@ -11,10 +11,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 from torch.fx import Graph, GraphModule, Node
+from torch.nn import Module
 
 from pyg_dfgnn.frontend.derived import written_group
-from pyg_dfgnn.frontend.functional import value_of
-from pyg_dfgnn.frontend.importer import Draft, expression_of
+from pyg_dfgnn.frontend.functional import name_of, value_of
+from pyg_dfgnn.frontend.importer import WIDE, Draft, expression_of, line_of
 from pyg_dfgnn.frontend.regions import Partition
 from pyg_dfgnn.frontend.run import Place, Region
 from pyg_dfgnn.ir.domains import One
@@ -33,6 +34,8 @@ class Captured(NamedTuple):
         reasons: What of the edges stays torch's, with the line that asks for it.
         nodes: Number of nodes of the graph.
         derived: Number of nodes that depend on the edges alone, which are computed once for edges that stay.
+        is_of_one: Whether it is for calls with no edge or one, in which no sizes can be told apart.
+        name: Of the compiler.
     """
 
     regions: tuple[Region, ...]
@@ -40,29 +43,52 @@ class Captured(NamedTuple):
     reasons: tuple[str, ...]
     nodes: int
     derived: int = 0
+    is_of_one: bool = False
+    name: str = ""
 
 
 watchers: list[Callable[[Captured], None]] = []
 """Called with what became of each graph that is captured."""
 
 
-def backend(module: GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
-    """Return what runs a graph: programs for its regions on edges, torch's operators for all else."""
-    try:
-        captured, run = _compiled(module)
-    except Exception as error:
-        # A user's layer runs as it would have without us.
-        _logger.warning("a captured graph stays PyTorch's (%s: %s)", type(error).__name__, error)
-        captured, run = (
-            Captured((), (0, 0), (f"{type(error).__name__}: {error}",), len(module.graph.nodes)),
-            module.forward,
-        )
-    for watcher in watchers:
-        watcher(captured)
-    return run
+class Compiler:
+    """A backend of TorchDynamo: runs programs for the regions on edges of a graph, and torch's operators for all else.
+
+    Args:
+        name: What the graphs are of, in what users are told.
+
+    Attributes:
+        graphs: What became of the graphs.
+        layer: The layer that is being called.
+        turn: Number of its call.
+    """
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.graphs: list[Captured] = []
+        self.layer: Module | None = None
+        self.turn = 0
+
+    def __call__(self, module: GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
+        """Return what runs a graph."""
+        run: Callable[..., Any]
+        try:
+            captured, run = _compiled(module, self.name)
+        except Exception as error:
+            # A user's layer runs as it would have without us.
+            _logger.warning("a captured graph of %s stays PyTorch's (%s: %s)", self.name, type(error).__name__, error)
+            reason = f"{type(error).__name__}: {error}"
+            captured = Captured((), (0, 0), (reason,), len(module.graph.nodes), name=self.name)
+            run = module.forward
+        for region in captured.regions:
+            region.caller = self
+        self.graphs.append(captured)
+        for watcher in watchers:
+            watcher(captured)
+        return run
 
 
-def _compiled(module: GraphModule) -> tuple[Captured, Callable[..., Any]]:
+def _compiled(module: GraphModule, name: str) -> tuple[Captured, Callable[..., Any]]:
     graph = Graph()
     graph.output(graph.graph_copy(module.graph, {}))
     tensors = [value for value in map(value_of, graph.nodes) if isinstance(value, Tensor)]
@@ -76,20 +102,27 @@ def _compiled(module: GraphModule) -> tuple[Captured, Callable[..., Any]]:
         try:
             for draft in partition.outputs:
                 current = draft
-                regions[draft] = _region(partition, draft, autocast)
+                regions[draft] = _region(partition, draft, name)
             break
         except Refusal as refusal:
             partition.refuse(current, "; ".join(refusal.reasons))
     count = sum(node.op not in ("placeholder", "output") for node in graph.nodes)
     programs, reasons = tuple(region for region, _ in regions.values()), tuple(partition.against())
-    captured = Captured(programs, partition.counts(), reasons, count, len(partition.derived))
+    is_of_one = any(_is_of_one(value_of(node)) for node in graph.nodes if node.op == "placeholder")
+    captured = Captured(programs, partition.counts(), reasons, count, len(partition.derived), is_of_one, name)
     if not regions and not partition.derived:
         return captured, module.forward
     compiled = GraphModule(module, _written(partition, regions))
     return captured, compiled.forward
 
 
-def _region(partition: Partition, draft: Draft, autocast: tuple[str, torch.dtype] | None) -> tuple[Region, list[Node]]:
+def _is_of_one(value: Any) -> bool:
+    """Return whether a tensor looks like edges whose number is fixed."""
+    is_list = isinstance(value, Tensor) and value.dim() == 2 and not value.is_floating_point()
+    return is_list and isinstance(expression_of(value.shape[1]), int)
+
+
+def _region(partition: Partition, draft: Draft, name: str) -> tuple[Region, list[Node]]:
     """Return a region, and the nodes that it is called with.
 
     Raises:
@@ -100,14 +133,18 @@ def _region(partition: Partition, draft: Draft, autocast: tuple[str, torch.dtype
         symbol = draft.symbols[node]
         outputs[str(k)] = tracer.emit("gather", tracer.full(symbol), attrs=(symbol.rows or One,))
         results.append((value_of(node).dtype, symbol.lead))
-    program = tidy(tracer.builder.build("region", outputs))
+    program = tidy(tracer.builder.build(name, outputs))
     arguments = partition.needed(draft)
     inputs = {name: draft.sources[name] for name in program.features}
     kinds = {dtype for node, _ in inputs.values() if (dtype := value_of(node).dtype).is_floating_point}
     if not kinds:
         raise Refusal("no features are read on edges")
     dtype = reduce(torch.promote_types, kinds)
-    if autocast is None and tracer.widest is not None and torch.promote_types(tracer.widest, dtype) is not dtype:
+    if (
+        partition.autocast is None
+        and tracer.widest is not None
+        and torch.promote_types(tracer.widest, dtype) is not dtype
+    ):
         raise Refusal(f"{tracer.widest} is computed with, of inputs of {dtype}")
     for node in dict.fromkeys(node for node, _ in inputs.values()):
         if node not in arguments:
@@ -132,8 +169,9 @@ def _region(partition: Partition, draft: Draft, autocast: tuple[str, torch.dtype
         types,
         dtype,
         results,
-        "" if autocast is None else autocast[0],
+        "" if partition.autocast is None else partition.autocast[0],
         by_torch,
+        line_of(next((node for node in partition.kept[draft] if name_of(node) in WIDE), partition.outputs[draft][0])),
     )
     return region, arguments
 
@@ -200,11 +238,12 @@ def _by_torch(partition: Partition, draft: Draft, arguments: Sequence[Node]) -> 
 def _written(partition: Partition, regions: dict[Draft, tuple[Region, list[Node]]]) -> Graph:
     """Return the graph in which each region is one call."""
     graph, copies, done = Graph(), dict[Node, Any](), set[Draft]()
+    compute, of_edges, derived, views = written_group(partition.graph, partition.derived, partition.ends)
 
     def copy(node: Node) -> None:
         if node in copies:
             return
-        if node in partition.derived:
+        if node in partition.derived and node not in views:
             derive()
             return
         if partition.is_kept(node) and node not in partition.torch:
@@ -216,12 +255,11 @@ def _written(partition: Partition, regions: dict[Draft, tuple[Region, list[Node]
         copies[node] = graph.node_copy(node, lambda x: copies[x])
 
     def derive() -> None:
-        compute, arguments, outputs = written_group(partition.graph, partition.derived)
-        for node in arguments:
+        for node in of_edges:
             copy(node)
-        called = graph.call_function(_named(compute, "of_edges"), tuple(copies[node] for node in arguments))
-        copies.update(dict.fromkeys(partition.derived))
-        for k, node in enumerate(outputs):
+        called = graph.call_function(_named(compute, "of_edges"), tuple(copies[node] for node in of_edges))
+        copies.update(dict.fromkeys(partition.derived - views))
+        for k, node in enumerate(derived):
             copies[node] = graph.call_function(operator.getitem, (called, k))
 
     def place(draft: Draft) -> None:

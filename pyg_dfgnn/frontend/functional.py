@@ -29,8 +29,8 @@ _CONTEXTS = frozenset(
 )
 """Functions that change how all later ones run."""
 _RANDOM = re.compile(
-    "_?(rand.*|.*dropout.*|bernoulli|normal|multinomial|poisson|exponential|uniform|rrelu|gumbel_softmax|_assert.*"
-    "|_log_api_usage.*|print|batch_norm|instance_norm)_?"
+    "_?(rand.*|.*dropout.*|bernoulli|(log_)?normal|multinomial|binomial|poisson|exponential|geometric|cauchy|uniform"
+    "|rrelu|gumbel_softmax|standard_gamma|sample_dirichlet|_assert.*|_log_api_usage.*|print|batch_norm|instance_norm)_?"
 )
 """Names of functions whose order matters: those that draw, check, or write to running statistics."""
 
@@ -40,7 +40,7 @@ class Effects(NamedTuple):
 
     Attributes:
         before: Node with an effect -> the one before it.
-        impure: Nodes among these that draw, check, or call what nothing is known of.
+        impure: Nodes that draw, check, or call what nothing is known of: dropouts, and some of those in `before`.
         pinned: Nodes that share memory with what is edited in place.
         context: Name of a function that changes how later ones run, which no region may be moved over; empty if none.
     """
@@ -58,11 +58,13 @@ def value_of(node: Node) -> Any:
 
 def name_of(node: Node) -> str:
     """Return the name of the function that a node calls."""
-    return node.target if isinstance(node.target, str) else getattr(node.target, "__name__", str(node.target))
+    name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", str(node.target))
+    # PyG wraps two of torch's functions.
+    return name.removeprefix("_new_")
 
 
-def _storages(node: Any) -> list[int]:
-    """Return the memory of a node's tensors."""
+def memory_of(node: Any) -> list[int]:
+    """Return the memory of the tensors of a node's result."""
     values = value_of(node) if isinstance(node, Node) else None
     parts = values if isinstance(values, (tuple, list)) else (values,)
     return [value.untyped_storage()._cdata for value in parts if isinstance(value, Tensor)]
@@ -108,7 +110,9 @@ def _plain(node: Node) -> tuple[str, Any, tuple[Any, ...], dict[str, Any]] | Non
     if target in _OPERATORS:
         return "call_function", _OPERATORS[target], node.args, dict(node.kwargs)
     if node.op == "call_method" and name.endswith("_"):
-        return "call_method", name[:-1], node.args, dict(node.kwargs)
+        # Such as `zero_` and `exponential_` have no other form.
+        has_form = callable(getattr(Tensor, name[:-1], None))
+        return ("call_method", name[:-1], node.args, dict(node.kwargs)) if has_form else None
     if _bound(node).get("inplace") is True:
         named = {key: value for key, value in _bound(node).items() if key not in ("inplace", "input", "x")}
         return "call_function", target, node.args[:1], named
@@ -129,7 +133,7 @@ def functionalise(graph: Graph) -> Effects:
     sharing: dict[int, list[Node]] = {}
     edits: dict[int, list[Node]] = {}
     for node in graph.nodes:
-        for key in dict.fromkeys(_storages(node.args[0] if _edits(node) else node)):
+        for key in dict.fromkeys(memory_of(node.args[0] if _edits(node) else node)):
             sharing.setdefault(key, []).append(node)
             if _edits(node):
                 edits.setdefault(key, []).append(node)
@@ -141,6 +145,7 @@ def functionalise(graph: Graph) -> Effects:
         plain = [_plain(node) for node in of_storage]
         if len(bases) != 1 or bases[0].op in ("placeholder", "get_attr") or None in plain:
             pinned.update((*earlier, of_storage[-1]))
+            _read_after(of_storage[-1], earlier)
             continue
         _replace(bases[0], dict(zip(of_storage, plain)))
     before: dict[Node, Node | None] = {}
@@ -154,9 +159,32 @@ def functionalise(graph: Graph) -> Effects:
         is_named = _RANDOM.fullmatch(name) is not None and not _is_idle(node)
         if is_custom or is_named or node.op == "call_module":
             impure.add(node)
-        if node in impure or node in pinned or any(x in pinned for x in node.all_input_nodes):
+        # What a program draws is not what PyG's code would, whatever the order of dropouts.
+        is_ordered = node in impure and name != "dropout"
+        if is_ordered or node in pinned or any(x in pinned for x in node.all_input_nodes):
             before[node], last = last, node
     return Effects(before, impure, pinned, context)
+
+
+def _final(value: Any) -> Any:
+    """Return a value that nothing edits any more."""
+    return value
+
+
+def _read_after(last: Node, nodes: list[Node]) -> None:
+    """Let what comes after the last edit of memory read what is in it from nodes that are not pinned."""
+    later, node = set[Node](), last.next
+    while node.op != "root":
+        later.add(node)
+        node = node.next
+    for node in (*nodes, last):
+        readers = [user for user in node.users if user in later]
+        if readers and isinstance(value_of(node), Tensor):
+            with node.graph.inserting_after(last):
+                final = node.graph.call_function(_final, (node,))
+            final.meta["example_value"], final.stack_trace = value_of(node), node.stack_trace
+            for user in readers:
+                user.replace_input_with(node, final)
 
 
 def _replace(base: Node, plain: dict[Node, Any]) -> None:

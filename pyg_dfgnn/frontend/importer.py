@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import linecache
 import re
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -12,7 +14,7 @@ from torch.fx.node import map_aggregate
 
 from pyg_dfgnn.frontend.functional import name_of, value_of
 from pyg_dfgnn.ir.domains import D, Domain, E, One, S
-from pyg_dfgnn.ir.torch_front import FUNCTIONS, Line, Refusal, Symbol, Tracer, fake_sizes, is_of_libraries
+from pyg_dfgnn.ir.torch_front import FUNCTIONS, Refusal, Symbol, Tracer, fake_sizes
 from pyg_dfgnn.ir.torch_front.pointwise import filled
 
 CONSTANTS = {
@@ -25,10 +27,16 @@ VIEWS = frozenset("view reshape unsqueeze squeeze expand expand_as flatten view_
 REDUCTIONS = frozenset({"scatter_add", "scatter_reduce", "index_add", "index_reduce"})
 _SIZED = VIEWS | FILLS | CONSTANTS.keys() | {"Size", "repeat", "broadcast_to", "unflatten"}
 """Functions that take sizes, which may be numbers of rows."""
-_WIDE = frozenset({"linear", "matmul", "mm", "bmm", "addmm"})
+_LOOKUPS = frozenset({"getitem", "index_select", "embedding"})
+WIDE = frozenset({"linear", "matmul", "mm", "bmm", "addmm"})
 _NARROW = 16
 """Widest row of an edge that is mapped in registers, whose map may so become part of a program."""
+_ARGUMENT = re.compile("l_(.+)_")
+_INSIDE = re.compile("_(?:modules|parameters|buffers)_")
+"""Parts of the names that TorchDynamo gives the arguments of a graph."""
 _FILE = re.compile(r'File "(.+)", line (\d+)')
+_GENERATED = re.compile(r"_(propagate|edge_updater|collect)_\w+\.py$")
+"""Names of the files that PyG writes for each class."""
 
 
 def expression_of(size: Any) -> Any:
@@ -39,14 +47,21 @@ def expression_of(size: Any) -> Any:
     return int(expression) if expression.is_number else expression
 
 
-def line_of(node: Node | None) -> Line:
-    """Return the line of a user's code that a node comes from; of PyG's where there is no other."""
-    frames = [(file, int(line)) for file, line in _FILE.findall(node.stack_trace or "" if node is not None else "")]
-    own = [frame for frame in frames if not is_of_libraries(frame[0])]
+_LIBRARIES = (f"{Path(torch.__file__).parent}/", f"{Path(__file__).parents[1]}/", "/torch_geometric/")
+
+
+def line_of(node: Node) -> str:
+    """Return the line of a user's code that a node comes from, with its text; of PyG's where there is no other."""
+    frames = [(file, int(line)) for file, line in _FILE.findall(node.stack_trace or "")]
+    frames = [frame for frame in frames if not _GENERATED.search(frame[0])]
+    own = [frame for frame in frames if not any(part in frame[0] for part in _LIBRARIES)]
     of_pyg = [frame for frame in frames if "/torch_geometric/nn/" in frame[0]]
-    # A drop of the first frame would name who called the layer: each comes after the one that called it.
+    # The last comes after the one that called it.
     found = own or of_pyg or frames
-    return Line(*found[-1]) if found else Line("", 0)
+    if not found:
+        return "the call"
+    file, line = found[-1]
+    return f"{'/'.join(file.split('/')[-2:])}:{line} `{linecache.getline(file, line).strip()}`"
 
 
 class Ends(NamedTuple):
@@ -75,15 +90,6 @@ class Mesh(NamedTuple):
     def is_square(self) -> bool:
         """Whether both rows point to the nodes of one set."""
         return bool(self.nodes[0] == self.nodes[1])
-
-
-class _NodeTracer(Tracer):
-    """A tracer whose lines are those of the node that is being run."""
-
-    node: Node | None = None
-
-    def line(self) -> Line:
-        return line_of(self.node)
 
 
 class Draft:
@@ -115,13 +121,14 @@ class Draft:
         self.edges, self.level, self.mesh = edges, level, mesh
         # Ids of other edges are numbers here.
         self.ends = {node: end for node, end in ends.items() if end.edges is edges}
-        self.primes = fake_sizes((), mesh.is_square, large=True)
-        self.tracer = _NodeTracer(FUNCTIONS, {}, self.primes, device, autocast)
+        self.primes = fake_sizes(mesh.is_square)
+        self.tracer = Tracer(FUNCTIONS, self.primes, device, autocast)
         self.edge_symbol = self.tracer.edge_index("source_to_target" if mesh.target else "target_to_source")
         self.symbols: dict[Node, Any] = {}
         self.reads: dict[Node, list[Node]] = {}
         self.sources: dict[str, tuple[Node, int]] = {}
         self.inputs: dict[tuple[Node, Domain | None], Symbol] = {}
+        self.titles: dict[str, Node] = {}
 
     # Sizes -----------------------------------------------------------------------------------------------------------
 
@@ -178,10 +185,20 @@ class Draft:
         if key not in self.inputs:
             value = value_of(node)
             meta = self._meta(value, axis)
+            others = (*meta.shape[:axis], *meta.shape[axis + 1 :])
+            if any(self.tracer.domain_of_size(size) is not None for size in others):
+                raise self.tracer.stop("rows meet another dimension")
+            name = self.title(node)
             for suffix in ("_i", "_j"):
-                self.sources[node.name + suffix] = node, axis
-            self.inputs[key] = self.tracer.node_input(node.name, meta, domain, axis)
+                self.sources[name + suffix] = node, axis
+            self.inputs[key] = self.tracer.node_input(name, meta, domain, axis)
         return self.inputs[key]
+
+    def title(self, node: Node) -> str:
+        """Return the name of an input: that of an argument, a parameter or a buffer as users know it."""
+        found = _ARGUMENT.fullmatch(node.name) if node.op == "placeholder" else None
+        title = node.name if found is None else _INSIDE.sub(".", found[1]).removeprefix("self.")
+        return title if self.titles.setdefault(title, node) is node else node.name
 
     def external(self, node: Node) -> Symbol:
         """Return a tensor that the rest of the graph computes.
@@ -199,7 +216,7 @@ class Draft:
         target_size = self.mesh.nodes[self.mesh.target]
         domain = E if sizes[:1] == [self.mesh.edges] else D if sizes[:1] == [target_size] else One
         meta = self._meta(value, None if domain is One else 0)
-        t, name = self.tracer, node.name
+        t, name = self.tracer, self.title(node)
         if any(t.domain_of_size(size) is not None for size in (meta.shape if domain is One else meta.shape[1:])):
             raise t.stop("rows meet another dimension")
         if meta.dtype is torch.bool:
@@ -242,17 +259,21 @@ class Draft:
             return True
         if not self.is_row_of_edge(node) or any(x in self.ends for x in tensors):
             return False
-        if name in _WIDE:
-            width, own = tensors[0], value_of(node)
-            is_narrow = value_of(width).dim() == 2 and expression_of(value_of(width).shape[1])
-            return bool(self.is_row_of_edge(width) and is_narrow and is_narrow <= _NARROW and is_narrow < own.shape[-1])
+        if name in _LOOKUPS:
+            return any(self.is_row_of_edge(x) and not value_of(x).is_floating_point() for x in tensors)
+        if name in WIDE:
+            rows, mapped = value_of(tensors[0]), value_of(node)
+            if not self.is_row_of_edge(tensors[0]) or rows.dim() != 2:
+                return False
+            width, own = expression_of(rows.shape[1]), expression_of(mapped.shape[-1])
+            return isinstance(width, int) and isinstance(own, int) and width <= _NARROW and width < own
         if "place" in node.meta:
             return "light" in node.meta
-        return all(self.is_row_of_edge(x) or not value_of(x).dim() or x.op == "placeholder" for x in tensors)
+        return all(self.is_row_of_edge(x) or x.op == "placeholder" or _is_shared(value_of(x)) for x in tensors)
 
     def is_light(self, node: Node) -> bool:
         """Return whether a traced node waits for no reduction of its region."""
-        if name_of(node) in REDUCTIONS or name_of(node) in _WIDE or "random" in node.meta:
+        if name_of(node) in REDUCTIONS or name_of(node) in WIDE or "random" in node.meta:
             return False
         places = [x for x in self.reads.get(node, ()) if x.meta.get("place") is self]
         return all("light" in x.meta for x in places)
@@ -265,12 +286,12 @@ class Draft:
         Raises:
             Refusal: It has no meaning in a program.
         """
-        tracer, before = self.tracer, self.tracer.node
-        tracer.node = node
+        tracer, before = self.tracer, self.tracer.line
+        tracer.line = line_of(node)
         try:
             symbol = self._traced(node)
         finally:
-            tracer.node = before
+            tracer.line = before
         self.symbols[node] = symbol
         return symbol
 
@@ -297,7 +318,7 @@ class Draft:
         args: Any = map_aggregate(node.args, convert)
         kwargs: Any = map_aggregate(node.kwargs, convert)
         function = getattr(Tensor, node.target) if isinstance(node.target, str) else node.target
-        guards, reasons = len(tracer.guards), len(tracer.reasons)
+        reasons = len(tracer.reasons)
         try:
             with tracer, torch.enable_grad():
                 result = function(*args, **kwargs)
@@ -307,8 +328,6 @@ class Draft:
             raise tracer.stop(f"`{name}`: {type(error).__name__}: {error}") from error
         if len(tracer.reasons) > reasons:
             raise Refusal(*tracer.reasons[reasons:])
-        if len(tracer.guards) > guards and name != "squeeze":
-            raise tracer.stop("decides by the number of edges or nodes")
         self.reads[node] = reads
         if isinstance(result, (tuple, list)):
             return tuple(result)
@@ -347,6 +366,11 @@ class Draft:
         return Symbol.of(
             meta, symbol.number, symbol.rows, lead=symbol.lead, ids=symbol.ids, lift=symbol.lift, shared=symbol.shared
         )
+
+
+def _is_shared(value: Tensor) -> bool:
+    """Return whether a tensor has the same sizes in all calls, and so no row for a node or an edge."""
+    return all(isinstance(expression_of(size), int) for size in value.shape)
 
 
 def gathered(node: Node, ends: dict[Node, Ends]) -> tuple[Ends, int] | None:

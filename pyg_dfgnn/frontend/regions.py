@@ -145,7 +145,7 @@ class Partition:
         fold_sizes(graph)
         self.effects: Effects = functionalise(graph)
         for node in graph.nodes:
-            if node in self.effects.before:
+            if node in self.effects.before or node in self.effects.impure:
                 node.meta["random" if name_of(node) == "dropout" else "effect"] = True
         self.ends = _find_ends(graph)
         self.meshes = {} if self.effects.context else _meshes(graph, self.ends)
@@ -324,11 +324,12 @@ class Partition:
     def counts(self) -> tuple[int, int]:
         """Return how many gathers and reductions by ends of edges there are, and how many are in regions.
 
-        What is derived from the edges alone is left out.
+        What is derived from the edges alone is left out, and what nothing reads.
         """
-        uses = [node for node in self.graph.nodes if node.users and node not in self.derived]
+        inside = {node for draft in self.outputs for node in self._sets[draft]}
+        uses = [node for node in (inside | self.torch) - self.derived if node.users]
         uses = [node for node in uses if gathered(node, self.ends) or _reduces(node, self.ends)]
-        return len(uses), sum(any(node in nodes for nodes in self._sets.values()) for node in uses)
+        return len(uses), sum(node in inside for node in uses)
 
     def against(self) -> list[str]:
         """Return why parts of what is on edges stay torch's."""

@@ -2,22 +2,21 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from pyg_dfgnn.fallback import NO_DEVICE, SMALL, report_fallback
 from pyg_dfgnn.graph.made import Seen, graph_of
-from pyg_dfgnn.graph.unmeasured import MEASURED_EDGES, VISITS
 from pyg_dfgnn.ir.program import SEED, Program
 from pyg_dfgnn.ops.core import draw_seed
 from pyg_dfgnn.ops.relational.backend import backend, is_small
 from pyg_dfgnn.ops.relational.program import rows_of
-from pyg_dfgnn.settings import current
+from pyg_dfgnn.ops.visits import is_new, may_be_left
 
-_MOST_VISITS = 64
+_SMALL = (SMALL,)
 
 
 class Place(NamedTuple):
@@ -46,10 +45,16 @@ class Region:
         results: Dtype and dimension of the rows of each output.
         autocast: Type of the device if autocast was on while the graph was captured; empty if not.
         by_torch: What the nodes of the region were: arguments to outputs.
+        line: Line of the code that kernels may not take.
 
     Attributes:
         reasons: Why torch ran the last call; empty if the program did.
+        turn: Number of the last call of its layer.
+        is_small: Whether torch ran that call since the edges are few, and not for their being new.
+        caller: What has compiled the graph, which knows the layer that is being called.
     """
+
+    caller: Any
 
     def __init__(
         self,
@@ -63,24 +68,27 @@ class Region:
         results: Sequence[tuple[torch.dtype, int]],
         autocast: str,
         by_torch: Callable[..., Any],
+        line: str,
     ) -> None:
         self.program, self.edges, self.sizes, self.transposed, self.types = program, edges, sizes, transposed, types
         self.inputs = [(name, *place) for name, place in inputs.items()]
         self.dtype, self.results, self.autocast, self.by_torch = dtype, results, autocast, by_torch
+        self.line = line
         self.names = [name for name, _ in program.outputs]
         self.is_plain = all(kind is dtype and axis == 0 for kind, axis in results)
         self.has_seed = SEED in program.inputs
         self.reasons: Sequence[str] = ()
+        self.turn, self.is_small = -1, False
+        self.kind = str(id(self))
         self._seen: Seen = {}
-        self._visits: dict[int, list[Any]] = {}
 
     def __call__(self, *args: Any) -> Any:
         """Return the outputs."""
         runs, edges = backend(), args[self.edges]
         if runs.devices is not None and edges.device.type not in runs.devices:
-            return self._by_torch(args, ("the device has no kernels",))
-        if edges.is_cuda and self._is_left(edges):
-            return self._by_torch(args, ("the edges are new or few",))
+            return self._by_torch(args, (NO_DEVICE,))
+        if self._is_left(edges):
+            return self._by_torch(args, _SMALL)
         (source, axis), (target, other) = self.sizes
         num_src = args[source] if axis is None else args[source].size(axis)
         num_dst = args[target] if other is None else args[target].size(other)
@@ -97,7 +105,7 @@ class Region:
         rows = rows_of(graph)
         run = runs.find(self.program, rows, inputs, self.names)
         if not callable(run):
-            return self._by_torch(args, run)
+            return self._by_torch(args, [f"{self.line}: {reason}" for reason in run])
         if self.has_seed:
             inputs[SEED] = draw_seed(edges.device)
         self.reasons = ()
@@ -115,18 +123,16 @@ class Region:
         return results
 
     def _is_left(self, edges: Tensor) -> bool:
-        """Note a call, and return whether torch takes edges that are new, or a few launches on few edges."""
-        count = edges.size(1)
-        if count >= MEASURED_EDGES or not current().leaves_few:
-            return False
-        known = self._visits.get(id(edges))
-        if known is None or known[0]() is not edges:
-            if len(self._visits) >= _MOST_VISITS:
-                self._visits.clear()
-            known = self._visits[id(edges)] = [weakref.ref(edges), 0]
-        known[1] += 1
-        return known[1] <= VISITS or is_small(self.program, count)
+        """Return whether torch takes edges that are new, or a few launches on few edges."""
+        caller = self.caller
+        self.turn, self.is_small = caller.turn, False
+        if caller.layer is not None and is_new(caller.layer, edges, self.kind, caller.turn):
+            return True
+        self.is_small = is_small(self.program, edges.size(1)) and may_be_left(edges)
+        return self.is_small
 
     def _by_torch(self, args: Sequence[Any], reasons: Sequence[str]) -> Any:
         self.reasons = reasons
+        if reasons is not _SMALL:
+            report_fallback(self.caller.name, reasons)
         return self.by_torch(*args)

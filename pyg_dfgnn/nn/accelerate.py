@@ -13,7 +13,6 @@ from torch_geometric.nn import MessagePassing
 from torch_geometric.nn.to_hetero_module import ToHeteroLinear
 
 from pyg_dfgnn.fallback import say
-from pyg_dfgnn.ir.torch_front import Symbol
 from pyg_dfgnn.nn.drop_ins import (
     MARK,
     Description,
@@ -25,7 +24,7 @@ from pyg_dfgnn.nn.drop_ins import (
     shown,
     upstream_of,
 )
-from pyg_dfgnn.nn.messages import Mark, compilable, describe, standing
+from pyg_dfgnn.nn.messages import Mark, describe, standing
 from pyg_dfgnn.nn.owned import OfLayers
 from pyg_dfgnn.settings import current, local_settings
 
@@ -49,7 +48,7 @@ Choice = type | str | Iterable[type | str] | None
 def accelerate(model: Model, *, only: Choice = None, skip: Choice = None) -> Model:
     """Take the layers of a model, in place, and say in one line what was changed.
 
-    PyG's convs become drop-ins. The messages of every other `MessagePassing` are compiled: see
+    PyG's convs become drop-ins. The forward of every other `MessagePassing` is compiled: see
     :mod:`pyg_dfgnn.nn.messages`. While `settings(linear="kernels")` is in force, linear layers of PyG and torch become
     drop-ins too, also those in convs. Parameters, buffers, hooks and settings stay as they are. Only modules of exactly
     these classes become drop-ins; a subclass may mean something else. Compile the model afterwards.
@@ -94,12 +93,10 @@ def accelerate(model: Model, *, only: Choice = None, skip: Choice = None) -> Mod
         inside.update(module.modules())
         module.__class__ = table[type(module)]
         set_propagate(module)
-    compiled = [m for m in chosen if isinstance(m, MessagePassing) and m not in inside and not compilable(m)]
+    compiled = [m for m in chosen if isinstance(m, MessagePassing) and m not in inside]
     new_compiled = [module for module in compiled if MARK not in module.__dict__]
     for module in new_compiled:
         module.__dict__[MARK] = Mark(type(module))
-        # What PyG leaves after an explanation would hide the class's function.
-        set_propagate(module)
     if current().fallback != "silent":
         rows, new_drop_ins, marked = list(_rows(inner)), set(swapped), set(new_compiled)
         new = _counted(row.kind for module, row in rows if module in new_drop_ins)
@@ -137,13 +134,12 @@ def _rows(model: torch.nn.Module) -> Iterator[tuple[Any, Row]]:
         elif row.state == "left" and left_out is not None:
             row = row._replace(why=left_out)
         elif row.state == "left" and isinstance(module, MessagePassing) and type(module) not in drop_ins():
-            why = compilable(module) or "its messages are not compiled: call pyg_dfgnn.accelerate(model) first"
-            row = row._replace(why=f"{row.why}; {why}")
+            row = row._replace(why=f"{row.why}; it is not compiled: call pyg_dfgnn.accelerate(model) first")
         yield module, row
 
 
 def restore(model: Model) -> Model:
-    """Undo :func:`accelerate`, in place: drop-ins become the classes they stand for, and no messages are compiled.
+    """Undo :func:`accelerate`, in place: drop-ins become the classes they stand for, and no forward is compiled.
 
     Args:
         model: Any module, also a single conv.
@@ -256,8 +252,7 @@ def _layers(
     for name, (module, row) in rows.items():
 
         def hook(_: Any, args: Any, kwargs: Any, name: str = name, layer: Any = (module, row)) -> None:
-            # Calls with symbols are those of a trace of the messages around the layer.
-            if name not in layers and not any(isinstance(each, Symbol) for each in (*args, *kwargs.values())):
+            if name not in layers:
                 with torch.set_grad_enabled(grad), local_settings(fallback=fallback):
                     layers[name] = _describe(*layer, device, *args, **kwargs)
 

@@ -97,12 +97,13 @@ class Description:
 
     Attributes:
         layer: The layer, as it prints itself.
-        reasons: Why PyG's own code would take the call; empty when the fused kernels would.
+        reasons: Why PyG's own code would take the call, or a part of it; empty when the fused kernels would take all.
         problem: What dispatch was asked.
         plan: What it answered; None with reasons.
         graph: Sizes of the graph; None with reasons, and for layers without one.
         memory: What the graph keeps on its device once the plan is made, and its bytes; None without a graph.
         layers: Of a model, its layers by name.
+        is_partial: Whether the fused kernels would take a part of the call.
     """
 
     layer: str
@@ -112,6 +113,7 @@ class Description:
     graph: str | None = None
     memory: str | None = None
     layers: dict[str, "Description"] = field(default_factory=dict)
+    is_partial: bool = False
 
     @property
     def fused(self) -> bool:
@@ -122,7 +124,8 @@ class Description:
         if self.layers:
             return "\n".join(f"{name}: {layer}" for name, layer in self.layers.items())
         if self.reasons:
-            lines = [f"{self.layer}: PyG's own path, because", *(f"  - {reason}" for reason in self.reasons)]
+            what = "fused in part; not" if self.is_partial else "PyG's own path, because"
+            lines = [f"{self.layer}: {what}", *(f"  - {reason}" for reason in self.reasons)]
             return "\n".join(lines if self.plan is None else [*lines, str(self.plan)])
         facts = {"problem": self.problem, "graph": self.graph, "kept": self.memory, "plan": self.plan}
         shown = [f"  {name}: {value}" for name, value in facts.items() if value is not None]

@@ -21,7 +21,7 @@ from pyg_dfgnn.nn.drop_ins import Description, shown
 from pyg_dfgnn.ops import groups
 from pyg_dfgnn.ops.eager import is_eager, is_plain
 from pyg_dfgnn.ops.segment import aggregate
-from pyg_dfgnn.ops.visits import is_few, is_new, is_refilled, may_be_left, may_not_wait, step
+from pyg_dfgnn.ops.visits import is_few, is_left, is_new, is_refilled, may_be_left, may_not_wait
 from pyg_dfgnn.statements.segment import EXTREMES, STATS
 
 NAMES = {"add": "sum", "amax": "max", "amin": "min", **{name: name for name in STATS}}
@@ -91,7 +91,7 @@ def takes(
 
     The statistics are to be all that is computed, unless `is_whole` is False.
     """
-    if step.is_left:
+    if is_left():
         return False
     groups = ptr if index is None else index
     if not is_refilled():

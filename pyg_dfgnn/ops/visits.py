@@ -19,7 +19,7 @@ MEASURED_NUMBERS = 100_000_000
 """Numbers that PyG writes for all edges from which its kernels take longer than the host, and new edges are sorted."""
 _visits: dict[tuple[int, int], list[Any]] = {}
 """Number of a tensor of edges and length of its rows -> the tensor, its first visitor, the calls and the layer of that
-one, the visitors that leave the tensor to PyG for good, with their layers, and the forward that was counted last."""
+one, and the forward that was counted last."""
 _NONE: tuple[Callable[[], Any], Any, Callable[[], Any], Any] = (lambda: _NONE, None, lambda: None, None)
 _last = _NONE
 """The last tensor that was new, its first visitor, the layer of that one, and the settings then."""
@@ -31,10 +31,12 @@ class _Step(threading.local):
     Attributes:
         is_refilled: Whether its batches are copied to the same tensors one after another.
         is_left: Whether PyG's code runs for a layer whose edges are few.
+        is_captured: Whether the forward of a layer is being captured, whose operators are to be torch's.
     """
 
     is_refilled = False
     is_left = False
+    is_captured = False
 
 
 step = _Step()
@@ -48,6 +50,23 @@ def refilled() -> Iterator[None]:
         yield
     finally:
         step.is_refilled = before
+
+
+@contextmanager
+def capturing() -> Iterator[None]:
+    """Say that the forward of a layer is captured in the block: functions and aggregations in it are to be PyG's."""
+    before, step.is_captured = step.is_captured, True
+    try:
+        yield
+    finally:
+        step.is_captured = before
+
+
+# Marked constant: torch.compile runs this function while it traces and leaves nothing of it in the graph.
+@torch.compiler.assume_constant_result
+def is_left() -> bool:
+    """Return whether PyG's code runs for the layer that is being called, or captured."""
+    return step.is_left or step.is_captured
 
 
 def is_refilled() -> bool:
@@ -110,19 +129,18 @@ def is_new(layer: torch.nn.Module, edges: Any, kind: str = "", turn: int | None 
         if len(_visits) >= _MOST_TENSORS:
             _make_room()
         reference, owner = weakref.ref(edges), weakref.ref(layer)
-        _visits[key] = [reference if base is edges else weakref.ref(base), visitor, 1, owner, {}, turn]
+        _visits[key] = [reference if base is edges else weakref.ref(base), visitor, 1, owner, turn]
         _last = reference, visitor, owner, settings
         return True
     if known[3]() is None:
         # The first layer will not come again, and this one stands in for it.
         known[1], known[3] = visitor, weakref.ref(layer)
-    if known[1] == visitor and (turn is None or turn != known[5]) and not may_run_again(layer.training):
-        known[2], known[5] = known[2] + 1, turn
+    if known[1] == visitor and (turn is None or turn != known[4]) and not may_run_again(layer.training):
+        known[2], known[4] = known[2] + 1, turn
     if known[2] > VISITS:
         if first == known[1]:
             _last = _NONE
-        left = known[4].get(visitor)
-        return left is not None and left() is layer
+        return False
     _last = weakref.ref(edges), known[1], known[3], settings
     return True
 
@@ -155,19 +173,6 @@ def _make_room() -> None:
         _visits.pop(key, None)
     if len(_visits) >= _MOST_TENSORS:
         _visits.clear()
-
-
-def leave(layer: torch.nn.Module, edges: Tensor, kind: str = "") -> bool:
-    """Let these edges be new to calls of a layer for good, and return whether they may be.
-
-    The arguments are those of :func:`is_new`.
-    """
-    if not may_be_left(edges):
-        return False
-    known = _visits.get((id(edges if edges._base is None else edges._base), edges.size(-1)))
-    if known is not None:
-        known[4][id(layer), kind] = weakref.ref(layer)
-    return True
 
 
 def is_few(numbers: int) -> bool:

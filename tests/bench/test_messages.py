@@ -18,39 +18,38 @@ from pyg_dfgnn.ir.lowering import lower
 from pyg_dfgnn.ir.passes import Passes
 from pyg_dfgnn.nn import messages
 from tests.bench.quick import QUICK, composed
+from tests.nn.message_cases import watched
 
 
 @pytest.mark.parametrize("op", LAYERS)
 def test_implementations_agree_with_float64(op):
     graph, case = benchmark_graph("e", "cpu", small=True), case_of(op, "16")
     inputs, grad_out = rounded_problem(case, graph, ["float32"])
-    expected, calls = case.reference(graph, inputs, grad_out), []
+    expected, fused = case.reference(graph, inputs, grad_out), []
     for kind in (Compiled(), HandWritten(), PyG(), *([CompiledPyG("eager")] if op == "le" else [])):
         if reasons := kind.reasons(case, graph, True, float("inf")):
             assert reasons == [f"there is no drop-in for {case.layer}"]
             continue
         leaves = {name: tensor.clone().requires_grad_() for name, tensor in inputs.items()}
-        with messages.interpreted():
-            messages.watchers.append(lambda layer, method, outcome, why, kind=kind: calls.append((kind.name, why)))
+        with messages.interpreted(), watched() as captured:
             actual = forward_backward(kind.prepare(case, graph, leaves)(), leaves, grad_out)
-            messages.watchers.pop()
+        fused += [kind.name] if captured.is_fused else []
+        assert captured.is_fused or not captured
         worst, error = case.errors(graph, actual, expected, grad_out).worst
         assert error < case.bound("float32"), f"{kind.name}, {worst}: {error:.2e}"
     # Only ours is compiled, and whole.
-    assert calls and all(name == "fused" and not why for name, why in calls), calls
+    assert fused == ["fused"]
 
 
 @pytest.mark.parametrize("op", LAYERS)
 def test_no_buffer_has_the_features_of_an_edge(op):
     """Forward and backward with gradients of all inputs, as wide as the bench measures it."""
-    graph, case, calls = benchmark_graph("e", "cpu", small=True), case_of(op, "64"), []
+    graph, case = benchmark_graph("e", "cpu", small=True), case_of(op, "64")
     sizes = {One: 1, R: 1, S: 10_000, D: 10_000, U: 100_000, V: 100_000, E: 100_000}
-    with messages.interpreted():
-        messages.watchers.append(lambda layer, method, outcome, why: calls.append(outcome.trace.program))
+    with messages.interpreted(), watched() as captured:
         Compiled().prepare(case, graph, case.make_inputs(graph))()
-        messages.watchers.pop()
-    assert calls
-    for program in calls:
+    assert captured.is_fused
+    for program in captured.programs:
         lowered = lower(Passes().run(program, sizes, tuple(program.inputs)), [name for name, _ in program.outputs])
         kept = {name: buffer.shape for name, buffer in lowered.buffers.items() if buffer.domain is E}
         assert all(prod(shape) <= MAX_SHORT for shape in kept.values()), kept
@@ -62,7 +61,7 @@ def test_the_experiment_runs_on_a_cpu_and_has_all_layers(tmp_path):
         "graphs=[e]",
         "sizes=[8]",
         "ops=[my_gat]",
-        "implementations=[fused,dynamo,drop_in,pyg]",
+        "implementations=[fused,drop_in,pyg]",
     ]
     assert run.run(composed(*QUICK, *few, f"folder={tmp_path}")) == 0
     assert set(Experiment.of(composed("experiment=messages")).ops) == set(LAYERS)

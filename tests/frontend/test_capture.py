@@ -10,11 +10,11 @@ from torch.func import functional_call, grad, vmap
 from torch_geometric.nn import GATConv, SAGEConv
 from torch_geometric.utils import add_self_loops, degree
 
-from pyg_dfgnn import frontend
 from pyg_dfgnn.bench.cases.messages import GatedGCN, Temperature
-from pyg_dfgnn.frontend import compile_layer, release_layer
 from pyg_dfgnn.frontend.derived import EdgeDerived
+from pyg_dfgnn.nn.drop_ins import MARK
 from tests.frontend.layers import Sum
+from tests.frontend.marks import compile_layer, release_layer
 
 NODES, EDGES, CHANNELS = 23, 71, 8
 
@@ -240,7 +240,7 @@ def test_reason_names_the_line_of_the_user(captured):
 def test_released_layer_runs_its_own_code(x, edge_index, captured):
     layer = compile_layer(GatedGCN(CHANNELS).double())
     release_layer(layer)(x, edge_index)
-    assert not captured and frontend.capture.MARK not in layer.__dict__
+    assert not captured and MARK not in layer.__dict__
 
 
 class Normed(Sum):
@@ -257,8 +257,8 @@ class Normed(Sum):
 
 def test_what_depends_on_edges_alone_is_computed_once_for_edges_that_stay(x, edge_index, captured, monkeypatch):
     computed = []
-    run = EdgeDerived._run
-    monkeypatch.setattr(EdgeDerived, "_run", lambda self, args: computed.append(args) or run(self, args))
+    run = EdgeDerived._made
+    monkeypatch.setattr(EdgeDerived, "_made", lambda self, args: computed.append(args) or run(self, args))
     layer, own = compile_layer(Normed().double()), Normed().double()
     for _ in range(3):
         assert_equal(layer, own, x, edge_index)

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from pyg_dfgnn.bench.cases.messages import MessageCase
-from pyg_dfgnn.frontend import compile_layer
 from pyg_dfgnn.ops.relational.backend import KERNELS, running
+from tests.frontend.marks import compile_layer
 from tests.kernels.emulated import emulated_device
 
 

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from pyg_dfgnn.bench.cases import messages
-from pyg_dfgnn.frontend import compile_layer
 from tests.frontend.layers import EDGE, FUSED, LAYERS, PARTLY, TORCH, WIDTH
+from tests.frontend.marks import compile_layer
 
 SIZES = ((11, 37, True), (17, 60, True), (17, 61, False), (11, 37, False))
 """Nodes, edges and mode of calls one after another."""

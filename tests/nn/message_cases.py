@@ -15,6 +15,9 @@ from torch import Tensor
 from torch.nn import Linear, ReLU, Sequential
 from torch_geometric.nn import MessagePassing
 
+from pyg_dfgnn import frontend
+from pyg_dfgnn.frontend import Captured
+from pyg_dfgnn.ir import Program
 from pyg_dfgnn.nn import messages
 from pyg_dfgnn.nn.drop_ins import MARK
 from pyg_dfgnn.reference.zoo import EdgeList
@@ -100,10 +103,18 @@ def _mlp(*widths: int) -> Sequential:
     return Sequential(Linear(widths[0], widths[1]), ReLU(), Linear(widths[1], widths[-1]))
 
 
-def _gravnet(conv: Any, i: Inputs) -> Any:
-    # Neighbours in learnt space need a kernel that is an extra of PyG; the propagation does not.
-    size = (i.graph.num_src, i.graph.num_dst)
-    return conv.propagate(i.edge_index, x=(i.x, None), edge_weight=i.edge_weight, size=size)
+def _neighbours(x: Tensor, y: Tensor, _: Any, __: Any, k: int, *___: Any) -> Tensor:
+    """The `k` nearest of `x` to each of `y`, which PyG leaves to an extra of it."""
+    rows = torch.arange(y.size(0), device=y.device).repeat_interleave(k)
+    return torch.stack([rows, torch.cdist(y, x).topk(k, largest=False).indices.view(-1)])
+
+
+def _near(call: Callable[[Any, Inputs], Any]) -> Callable[[Any, Inputs], Any]:
+    def called(conv: Any, i: Inputs) -> Any:
+        with patch.object(torch.ops.pyg, "knn", _neighbours, create=True):
+            return call(conv, i)
+
+    return called
 
 
 def _make_gravnet() -> torch.nn.Module:
@@ -144,7 +155,7 @@ TRACED: dict[str, Case] = {
         partial(pyg.SAGEConv, (FEATURES, FEATURES), WIDTH, aggr="max"), lambda c, i: c(i.pair, i.edge_index)
     ),
     "GraphConv": Case(partial(pyg.GraphConv, FEATURES, WIDTH), _weighted),
-    "GravNetConv": Case(_make_gravnet, _gravnet),
+    "GravNetConv": Case(_make_gravnet, _near(lambda c, i: c(i.x))),
     "GatedGraphConv": Case(partial(pyg.GatedGraphConv, FEATURES, 2), _weighted),
     "TAGConv": Case(partial(pyg.TAGConv, FEATURES, WIDTH), _weighted),
     "GINConv": Case(lambda: pyg.GINConv(_mlp(FEATURES, 5, WIDTH), train_eps=True), _x),
@@ -207,7 +218,7 @@ EDGE_MLP: dict[str, Case] = {
         lambda: pyg.PointNetConv(_mlp(FEATURES + 3, 5, WIDTH)), lambda c, i: c(i.x, i.pos, i.edge_index)
     ),
     "EdgeConv": Case(lambda: pyg.EdgeConv(_mlp(2 * FEATURES, 5, WIDTH)), _x),
-    "DynamicEdgeConv": Case(_make_dynamic, lambda c, i: c.propagate(i.edge_index, x=(i.x, i.x))),
+    "DynamicEdgeConv": Case(_make_dynamic, _near(lambda c, i: c(i.x))),
     "PointGNNConv": Case(
         lambda: pyg.PointGNNConv(_mlp(FEATURES, 5, 3), _mlp(FEATURES + 3, 5, WIDTH), _mlp(WIDTH, 5, FEATURES)),
         lambda c, i: c(i.x, i.pos, i.edge_index),
@@ -243,15 +254,46 @@ def assert_results(actual: dict[str, Tensor], expected: dict[str, Tensor], **opt
         torch.testing.assert_close(actual[name], want, **options, msg=f"{name}: {{}}".format)
 
 
+class Graphs(list[Captured]):
+    """What became of the graphs that were captured, of classes of which none was captured before."""
+
+    @property
+    def names(self) -> list[str]:
+        """The classes of the layers with programs."""
+        return list(dict.fromkeys(graph.name for graph in self if graph.regions))
+
+    @property
+    def programs(self) -> list[Program]:
+        """The programs of their regions."""
+        return [region.program for graph in self for region in graph.regions]
+
+    @property
+    def is_fused(self) -> bool:
+        """Whether all their gathers and reductions are in programs, which the last calls have run."""
+        return bool(self.programs) and not self.left and all(graph.counts[0] == graph.counts[1] for graph in self)
+
+    @property
+    def left(self) -> list[str]:
+        """Why torch's operators have run regions in their last calls."""
+        return [reason for graph in self for region in graph.regions for reason in region.reasons]
+
+    @property
+    def reasons(self) -> list[str]:
+        """Why no program has run what is on edges."""
+        return [*(reason for graph in self for reason in graph.reasons), *self.left]
+
+
 @contextmanager
 def watched():
-    """Yield the list of (layer, method, trace, reasons) of the calls of compiled layers inside."""
-    calls: list[tuple[Any, ...]] = []
-    messages.watchers.append(lambda layer, method, outcome, why: calls.append((layer, method, outcome.trace, why)))
+    """Yield what becomes of the graphs that are captured inside, where nothing that was captured before is known."""
+    graphs = Graphs()
+    messages.clear()
+    torch._dynamo.reset()
+    frontend.watchers.append(graphs.append)
     try:
-        yield calls
+        yield graphs
     finally:
-        messages.watchers.pop()
+        frontend.watchers.remove(graphs.append)
 
 
 def twins(make: Callable[[], torch.nn.Module]) -> tuple[torch.nn.Module, torch.nn.Module]:

@@ -18,9 +18,10 @@ from torch_geometric.nn import pool as pyg_pool
 
 import pyg_dfgnn
 import pyg_dfgnn.nn as ours
+from pyg_dfgnn import fallback
 from pyg_dfgnn.errors import UnsupportedError
 from pyg_dfgnn.graph import Graph
-from pyg_dfgnn.nn import DROP_INS, fallback
+from pyg_dfgnn.nn import DROP_INS
 from pyg_dfgnn.reference.tolerances import assert_all_close
 from tests.covering import over
 from tests.emu import needs_compiler

@@ -10,9 +10,9 @@ from torch_geometric.nn import MessagePassing
 from torch_geometric.utils import softmax
 
 from pyg_dfgnn import accelerate, local_settings
-from pyg_dfgnn.nn import messages
 from tests.emu import needs_compiler
 from tests.kernels.emulated import emulated_device
+from tests.nn.message_cases import watched
 
 NODES, EDGES = 6, 17
 FUNCTIONS = (
@@ -119,20 +119,16 @@ def trained(layer, inputs, edge_index):
 
 
 def check(seed):
-    """Whether a program ran; its results, or PyG's where it was refused, are PyG's in float64."""
+    """Whether programs ran all; results are PyG's in float64."""
     torch.manual_seed(seed)
     writer = Writer(seed)
     plain, text = layer_of(writer)
     edge_index = torch.randint(NODES, (2, EDGES))
     rows = ((NODES, writer.features), (NODES, writer.edge), (EDGES, writer.edge))
-    inputs, ran = [torch.randn(shape) for shape in rows], []
+    inputs = [torch.randn(shape) for shape in rows]
     layer = accelerate(copy.deepcopy(plain))
-    messages.watchers.append(lambda _, method, outcome, reasons: ran.append(outcome.returned is not None))
-    try:
-        with emulated_device(), local_settings(fallback="silent"):
-            actual = trained(layer, inputs, edge_index)
-    finally:
-        messages.watchers.pop()
+    with emulated_device(), local_settings(fallback="silent"), watched() as captured:
+        actual = trained(layer, inputs, edge_index)
     pygs = trained(plain, inputs, edge_index)
     expected = trained(plain, [tensor.double() for tensor in inputs], edge_index)
     largest = max(float(tensor.abs().max()) for tensor in expected[1:] if tensor.numel())
@@ -141,7 +137,7 @@ def check(seed):
         scale = max(0.1, largest if place else float(want.abs().max()))
         error, allowed = float((got - want).abs().max()), max(2e-6 * scale, 4 * float((own - want).abs().max()))
         assert error <= allowed, f"{error} of result {place}, seed {seed}:\n{text}"
-    return ran[0]
+    return captured.is_fused
 
 
 @needs_compiler

@@ -2,29 +2,29 @@
 
 import copy
 
-import pytest
 import torch
 from torch import nn
 from torch_geometric.nn import MessagePassing
 
 from pyg_dfgnn import accelerate, local_settings
 from pyg_dfgnn.reference.tolerances import assert_all_close
+from tests.covering import over
 from tests.emu import needs_compiler
 from tests.kernels.emulated import emulated_device
 from tests.nn.message_cases import watched
 
 NODES, EDGES = 12, 20
+FORMS, BOTH = ("weights", "vectors", "features", "powers"), (True, False)
 pytestmark = needs_compiler
 
 
 class Radial(MessagePassing):
     """Maps Gaussians or powers of the distance, whose weights are multiplied with what `form` says."""
 
-    def __init__(self, centres, channels, form, learns, is_apart):
+    def __init__(self, centres, form, is_apart):
         super().__init__(aggr="mean")
-        self.centres = nn.Parameter(torch.linspace(0, 3, centres), requires_grad=bool(learns))
-        self.is_apart = is_apart
-        self.lin, self.form = nn.Linear(centres, channels, bias=False), form
+        self.centres = nn.Parameter(torch.linspace(0, 3, centres), requires_grad=form == "vectors")
+        self.lin, self.form, self.is_apart = nn.Linear(centres, 256 // centres, bias=False), form, is_apart
 
     def forward(self, pos, x, edge_index):
         weight = self.edge_updater(edge_index, pos=pos) if self.is_apart else None
@@ -37,11 +37,10 @@ class Radial(MessagePassing):
         return self.lin(torch.exp(-2 * (distance - self.centres) ** 2))
 
     def message(self, pos_i, pos_j, x_j, weight):
-        difference = pos_i - pos_j
         weight = self.edge_update(pos_i, pos_j) if weight is None else weight
-        if self.form == "weights":
-            return weight
-        return difference * weight.mean(-1, keepdim=True) if self.form == "vectors" else x_j * weight
+        if self.form == "vectors":
+            return (pos_i - pos_j) * weight.mean(-1, keepdim=True)
+        return weight if self.form == "weights" else x_j * weight
 
 
 def results(layer, is_asked, dtype):
@@ -54,16 +53,13 @@ def results(layer, is_asked, dtype):
     return {"out": out, **{f"d_{name}": leaf.grad for name, leaf in leaves.items() if leaf.grad is not None}}
 
 
-@pytest.mark.parametrize("is_asked", [True, False], ids=["positions", "fixed"])
-@pytest.mark.parametrize("form, learns", [("weights", 0), ("vectors", 1), ("features", 0), ("powers", 0)])
-@pytest.mark.parametrize("is_apart", [True, False], ids=["apart", "inside"])
-@pytest.mark.parametrize("centres, channels", [(8, 32), (32, 8)])
-def test_radial_functions(centres, channels, form, learns, is_apart, is_asked):
+@over([("form", "centres", "is_apart", "is_asked")], form=FORMS, centres=(8, 32), is_apart=BOTH, is_asked=BOTH)
+def test_radial_functions(form, centres, is_apart, is_asked):
     torch.manual_seed(1)
-    layer = Radial(centres, channels, form, learns, is_apart)
+    layer = Radial(centres, form, is_apart)
     expected = results(copy.deepcopy(layer).double(), is_asked, torch.float64)
-    with emulated_device(), local_settings(fallback="silent"), watched() as calls:
+    with emulated_device(), local_settings(fallback="silent"), watched() as graphs:
         actual = results(accelerate(layer), is_asked, torch.float32)
     assert actual.keys() == expected.keys()
     assert_all_close({name: (actual[name], expected[name]) for name in expected}, op="gemm")
-    assert all(trace.program is not None for _, _, trace, _ in calls) and calls
+    assert graphs.programs and (form != "features" or graphs.is_fused)

@@ -10,7 +10,7 @@ many calls of each were fused. It exits with 1 if a test that passes with PyG's 
 Tests call a layer once or twice on edges of their own, which are PyG's by default: the runs measure all edges at once.
 
 With --accelerate PyG's classes stay, and each module that a test constructs goes through `pyg_dfgnn.accelerate` when it
-is first called. The script prints how many calls of each class whose messages are compiled ran as programs, and why
+is first called. The script prints how many graphs of each class that is compiled have programs, and why
 others did not; with --reference the interpreter runs them.
 """
 
@@ -226,21 +226,21 @@ def accelerate_modules() -> dict[str, list[Any]]:
     """Accelerate every module at its first call.
 
     Returns:
-        By class whose messages are compiled, the numbers of calls that ran as programs and of all, and how often each
-        reason stood in the way, which go on being counted.
+        By class that is compiled, the numbers of graphs with programs and of all, and how often each reason stood in
+        the way, which go on being counted.
     """
     import pyg_dfgnn
-    from pyg_dfgnn.nn import messages
+    from pyg_dfgnn import frontend
 
     calls: dict[str, list[Any]] = {}
     known: dict[int, weakref.ref[torch.nn.Module]] = {}
     call = torch.nn.Module.__call__
 
-    def watch(layer: Any, method: str, outcome: Any, reasons: Iterable[str]) -> None:
-        count = calls.setdefault(type(layer).__name__, [0, 0, Counter()])
-        count[0] += outcome.returned is not None
+    def watch(graph: Any) -> None:
+        count = calls.setdefault(graph.name, [0, 0, Counter()])
+        count[0] += bool(graph.regions)
         count[1] += 1
-        count[2].update(reasons)
+        count[2].update(graph.reasons)
 
     def accelerated(self: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
         is_known = id(self) in known and known[id(self)]() is self
@@ -254,7 +254,7 @@ def accelerate_modules() -> dict[str, list[Any]]:
                 pyg_dfgnn.accelerate(self)
         return call(self, *args, **kwargs)
 
-    messages.watchers.append(watch)
+    frontend.watchers.append(watch)
     torch.nn.Module.__call__ = accelerated
     return calls
 
@@ -378,10 +378,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def report_compiled(calls: dict[str, list[Any]]) -> list[str]:
-    """Print the calls of each class whose messages are compiled; return that this was none of any class, if so."""
+    """Print the graphs of each class that is compiled; return that there was none with a program, if so."""
     for name, (compiled, total, reasons) in sorted(calls.items()):
         why = "; ".join(f"{count} times: {reason}" for reason, count in Counter(reasons).most_common(3))
-        print(f"{name}: {compiled} of {total} calls were compiled{f' ({why})' if why else ''}")
+        print(f"{name}: {compiled} of {total} graphs have programs{f' ({why})' if why else ''}")
     return [] if any(compiled for compiled, *_ in calls.values()) else ["any compiled class"]
 
 

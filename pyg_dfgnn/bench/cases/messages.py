@@ -31,7 +31,6 @@ from pyg_dfgnn.bench.case import (
     Implementation,
     TorchCompiled,
 )
-from pyg_dfgnn.frontend import compile_layer
 from pyg_dfgnn.graph import Graph
 from pyg_dfgnn.nn import accelerate
 from pyg_dfgnn.reference.oracle import Errors, Inputs
@@ -335,16 +334,6 @@ class Compiled(Fused):
             return accelerate(case.module(x.device, x.dtype))
 
 
-class Captured(Compiled):
-    """The layer with its forward captured by TorchDynamo, and regions on edges as programs."""
-
-    name = "dynamo"
-    title = "ours by TorchDynamo"
-
-    def layer(self, case: MessageCase, x: Tensor) -> nn.Module:
-        return compile_layer(case.module(x.device, x.dtype))
-
-
 class HandWritten(Compiled):
     """Our drop-in for the same layer, on hand-written kernels."""
 
@@ -379,7 +368,7 @@ class CompiledPyG(TorchCompiled, PyG):
 
 
 IMPLEMENTATIONS: dict[str, type[Implementation]] = {
-    kind.name: kind for kind in (Compiled, Captured, HandWritten, PyG, CompiledPyG)
+    kind.name: kind for kind in (Compiled, HandWritten, PyG, CompiledPyG)
 }
 
 

@@ -1,29 +1,8 @@
-"""The front end for torch code on edges: a function that PyG calls with gathered rows is traced into a program."""
+"""The meaning of torch's functions in a program: each takes symbols, which stand for tensors on edges and nodes."""
 
-from pyg_dfgnn.ir.torch_front import composed, facts, lookups, pointwise, reductions, shapes  # noqa: F401
-from pyg_dfgnn.ir.torch_front.counts import Guard, Sizes
+from pyg_dfgnn.ir.torch_front import composed, lookups, pointwise, reductions, shapes  # noqa: F401
 from pyg_dfgnn.ir.torch_front.registry import FUNCTIONS
-from pyg_dfgnn.ir.torch_front.symbols import (
-    Line,
-    Refusal,
-    Symbol,
-    Tracer,
-    fake_sizes,
-    is_of_libraries,
-    line_of_user,
-)
+from pyg_dfgnn.ir.torch_front.symbols import Refusal, Symbol, Tracer, fake_sizes
 from pyg_dfgnn.ir.torch_front.tidy import tidy
 
-__all__ = [
-    "FUNCTIONS",
-    "Guard",
-    "Line",
-    "Refusal",
-    "Sizes",
-    "Symbol",
-    "Tracer",
-    "fake_sizes",
-    "is_of_libraries",
-    "line_of_user",
-    "tidy",
-]
+__all__ = ["FUNCTIONS", "Refusal", "Symbol", "Tracer", "fake_sizes", "tidy"]

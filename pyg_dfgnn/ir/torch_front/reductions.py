@@ -7,7 +7,6 @@ from itertools import accumulate
 from typing import Any
 
 import torch
-from torch_geometric.utils import softmax
 
 from pyg_dfgnn.ir.domains import D, Domain, E, One, S
 from pyg_dfgnn.ir.lanes import MAX_SHORT
@@ -115,18 +114,6 @@ def _sum(t: Tracer, func: Any, x: Symbol, dim: Any = None, keepdim: bool = False
     folded = tuple(1 if d + skip in dims else n for d, n in enumerate(x.sizes))
     number = t.emit("fold", t.full(x), attrs=(folded,))
     return t.result(meta, t.emit("view", number, attrs=(x.row(meta.shape),)), x.rows)
-
-
-@names("max")
-def _max(t: Tracer, func: Any, x: Symbol, *args: Any, **kwargs: Any) -> Any:
-    """The largest id, which PyG's functions take for the number of rows less one; a softmax is the same for any number
-    that no id reaches.
-    """
-    if x.ids not in (S, D) or args or kwargs:
-        return t.unknown(func, "max", (x, *args), kwargs, is_new=True)
-    if not t.is_called_by(softmax):
-        raise t.stop("the largest id decides how many rows there are: pass the number, such as `dim_size` or `size_i`")
-    return (t.sizes.sources if x.ids is S else t.sizes.targets) - 1
 
 
 @names("amax")

@@ -14,8 +14,8 @@ from pyg_dfgnn.ir.torch_front.symbols import Symbol, Tracer
 
 Handler = Callable[..., Any]
 FUNCTIONS: dict[str, Handler] = {}
-"""Name of a torch function, or of an attribute or refused function after a dot, without the marks of in-place and
-operator forms -> what it does: it takes the tracer, the function and its arguments with symbols for tensors.
+"""Name of a torch function, without the marks of in-place and operator forms -> what it does: it takes the tracer, the
+function and its arguments with symbols for tensors.
 """
 
 

@@ -41,8 +41,6 @@ def _reshaped(t: Tracer, x: Symbol, meta: Tensor) -> Symbol:
 def _reshape(t: Tracer, func: Any, x: Symbol, *args: Any, **kwargs: Any) -> Symbol:
     if args and isinstance(args[0], torch.dtype):
         raise t.stop("a view of another dtype")
-    if func.__name__ == "squeeze":
-        t.guard_squeeze(x, *args, *kwargs.values())
     return _reshaped(t, x, func(x, *args, **kwargs))
 
 

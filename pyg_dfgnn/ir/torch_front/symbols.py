@@ -2,29 +2,28 @@
 
 One dimension of a symbol with rows is that of a domain, whose number of rows is a prime that no other size equals, so
 a shape tells what a tensor is. The rows of a value broadcast to the other sizes of its symbol: what `expand` repeats is
-no value of its own. Tensors of a module are lifted to inputs when an operation first reads them; nothing is computed.
+no value of its own. Nothing is computed.
 """
 
 from __future__ import annotations
 
-import linecache
-import sys
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from functools import cache
-from pathlib import Path
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.overrides import TorchFunctionMode, _get_current_function_mode
+from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map
 
-from pyg_dfgnn.ir.domains import D, Domain, E, One, S
+from pyg_dfgnn.ir.domains import D, Domain, E, S
 from pyg_dfgnn.ir.program import Builder, Value
-from pyg_dfgnn.ir.torch_front.counts import Asked, Count, Guard, Sizes
 
-_PRIMES = (3, 5, 7, 11, 13, 17, 19, 23, 29, 31, 37, 41, 43, 47, 53, 59, 61, 67, 71, 73, 79, 83, 89, 97, 101, 103, 107)
-_LARGE = (1_000_000_007, 1_000_000_009, 1_000_000_021)
+_PRIMES = (1_000_000_007, 1_000_000_009, 1_000_000_021)
+FACTS = frozenset(
+    "dim ndim ndimension dtype layout is_sparse is_floating_point is_complex size shape numel nelement is_cuda is_leaf "
+    "requires_grad grad_fn is_contiguous __len__".split()
+)
+"""What functions of torch, written in Python, ask of a tensor."""
 
 
 class Refusal(Exception):
@@ -52,18 +51,17 @@ class Types(NamedTuple):
     counted: Domain | None = None
 
 
-def fake_sizes(taken: Collection[int], is_square: bool, *, large: bool) -> Sizes:
-    """Return primes that are not among `taken`, about 10 or above 10**9.
+class Sizes(NamedTuple):
+    """Numbers of edges, of nodes that are read as sources and of nodes that are aggregated to."""
 
-    A trace with small and one with large numbers differ where code computes or decides with a number of rows.
+    edges: int
+    sources: int
+    targets: int
 
-    Args:
-        taken: Sizes of channels.
-        is_square: Whether sources are targets.
-        large: Which of the two.
-    """
-    primes = _LARGE if large else [prime for prime in _PRIMES if prime not in taken][:3]
-    edges, sources, targets = primes
+
+def fake_sizes(is_square: bool) -> Sizes:
+    """Return primes above 10^9; sources and targets share one if they are the same nodes."""
+    edges, sources, targets = _PRIMES
     return Sizes(edges, sources, sources if is_square else targets)
 
 
@@ -80,9 +78,6 @@ class Symbol(Tensor):
     """
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
-    __class__ = property(lambda self: torch.nn.Parameter if self._is_param else Tensor)  # type: ignore[assignment]
-    _is_param = False
-
     number: int | None
     rows: Domain | None
     lead: int
@@ -107,15 +102,6 @@ class Symbol(Tensor):
         symbol.ids, symbol.lift, symbol.shared = ids, lift, shared
         return symbol
 
-    def __getattr__(self, name: str) -> Any:
-        """Refuse code that asks for what only the tensor may have that the symbol stands for."""
-        _refuse_to(sys._getframe(1), f"a value is asked for '{name}', which a tensor may have or not")
-        raise AttributeError(f"'Tensor' object has no attribute '{name}'")
-
-    def __hash__(self) -> int:
-        _refuse_to(sys._getframe(1), "a value is looked up by what object it is")
-        return id(self)
-
     @property
     def sizes(self) -> tuple[int, ...]:
         """Sizes of a row."""
@@ -126,62 +112,6 @@ class Symbol(Tensor):
     def row(self, shape: Sequence[int]) -> tuple[int, ...]:
         """Return a shape without the dimension of rows."""
         return tuple(shape) if self.rows is None else (*shape[: self.lead], *shape[self.lead + 1 :])
-
-
-def _refuse_to(frame: Any, what: str) -> None:
-    """Refuse code of users that asks a symbol for what it cannot answer, in the tracer that runs."""
-    tracer = _get_current_function_mode()
-    if isinstance(tracer, Tracer) and not is_of_libraries(frame.f_code.co_filename):
-        tracer.refuse(what)
-
-
-_PACKAGE = f"{Path(__file__).parents[2]}/"
-_OF_NN = f"{_PACKAGE}nn/"
-_TYPED = ("<stdin", "<string", "<console", "<input", "<python-input", "<ipython-input")
-"""What code has in place of a file that a user types in, or runs as text."""
-_LIBRARIES = (f"{Path(torch.__file__).parent}/", _PACKAGE, "/torch_geometric/")
-
-
-@cache
-def is_of_libraries(filename: str) -> bool:
-    """Whether a file is torch's, PyG's or this package's, or code that a library has generated."""
-    if filename.startswith("<"):
-        return not filename.startswith(_TYPED)
-    return any(part in filename for part in _LIBRARIES)
-
-
-class Line(NamedTuple):
-    """A line of a file; `str` gives both and its text."""
-
-    file: str
-    number: int
-
-    def __str__(self) -> str:
-        if not self.file:
-            return "the call"
-        text = linecache.getline(self.file, self.number).strip()
-        return f"{'/'.join(self.file.split('/')[-2:])}:{self.number} `{text}`"
-
-
-def line_of_user(own: str | None = None, frame: Any = None) -> Line:
-    """Return the line of the innermost frame outside of torch, PyG and this package; none where that called the layer.
-
-    Args:
-        own: A file to stop at even if it is PyG's, that of the traced class.
-        frame: The frame to begin with; None for the caller's.
-    """
-    frame = frame or sys._getframe(1)
-    of_pyg = None
-    while frame is not None:
-        name = frame.f_code.co_filename
-        if name == own or not (is_of_libraries(name) or "CollectArgs" in frame.f_globals):
-            break
-        if of_pyg is None and "/torch_geometric/nn/" in name:
-            of_pyg = frame
-        # From here on outwards it is who called the layer.
-        frame = None if name.startswith(_OF_NN) else frame.f_back
-    frame = frame or of_pyg
-    return Line("", 0) if frame is None else Line(frame.f_code.co_filename, frame.f_lineno)
 
 
 _PRODUCTS = frozenset("linear matmul mm bmm addmm rmatmul".split())
@@ -210,44 +140,34 @@ class Tracer(TorchFunctionMode):
 
     Args:
         functions: Name of a torch function -> what it does to values (`registry.FUNCTIONS`).
-        tensors: Id of a tensor of the module -> the name of its input.
         sizes: Fake numbers of rows.
-        device: Where the edges are, which code may ask.
+        device: Where the edges are.
         autocast: Device type and dtype that products have under autocast; None without it.
-        own: File of the traced class, whose lines reasons may name.
 
     Attributes:
         builder: The program so far.
         reasons: What was refused so far.
-        inputs: Names of the module's tensors that were read.
-        lines: Id of a value -> the line that asked for it.
+        line: The line that is being traced.
         widest: The floating dtype that torch's promotion has led to.
         streams: How many masks of dropout there are.
         types: Name of the argument with types of edges that are looked up, and their number; None if there is none.
-        guards: Comparisons of numbers of rows that the code has made.
     """
 
     def __init__(
         self,
         functions: Mapping[str, Callable[..., Any]],
-        tensors: Mapping[int, tuple[str, Tensor]],
         sizes: Sizes,
         device: torch.device,
         autocast: tuple[str, torch.dtype] | None = None,
-        own: str | None = None,
     ) -> None:
         super().__init__()
         self.builder, self.sizes = Builder(share=True), sizes
         self.reasons: list[str] = []
-        self.inputs: list[str] = []
-        self.lines: dict[int, Line] = {}
+        self.line = ""
         self.widest: torch.dtype | None = None
         self.streams = 0
         self.types: tuple[str, int] | None = None
-        self.guards: list[Guard] = []
-        self._functions, self._tensors, self._own = functions, tensors, own
-        self._autocast, self.device = autocast, device
-        self._lifted: dict[int, Symbol] = {}
+        self._functions, self._autocast, self.device = functions, autocast, device
         self._flow = (S, D)
 
     # What tracing begins with ----------------------------------------------------------------------------------------
@@ -289,72 +209,20 @@ class Tracer(TorchFunctionMode):
         are_types = domain is E and tensor.dim() == 1 and tensor.dtype in (torch.int64, torch.int32)
         return Symbol.of(meta, None, domain, ids=Types(name) if are_types else None, shared=True)
 
-    def global_input(self, name: str, tensor: Tensor) -> Symbol:
-        """Return an input that all edges share."""
-        with torch._C.DisableTorchFunction():
-            number = self._input(name, One, tuple(tensor.shape)) if tensor.is_floating_point() else None
-            return Symbol.of(tensor.detach(), number, None, shared=True)
-
-    def count(self, size: int) -> int:
-        """Return a size for code to compute and decide with; of a number of rows it notes what it decides."""
-        if self.domain_of_size(size) is None or isinstance(size, Count):
-            return size
-        place = next(place for place, number in enumerate(self.sizes) if number == size)
-        return Count.rows(place, self.sizes, self._compared)
-
-    def guard_squeeze(self, x: Symbol, dim: Any = None) -> None:
-        """Note that a dimension of rows, which `squeeze` would drop if there were one row, has several."""
-        size = 0 if x.rows is None else x.size(x.lead)
-        if size and (dim is None or x.lead in {each % x.dim() for each in (dim if isinstance(dim, tuple) else (dim,))}):
-            place = next(place for place, number in enumerate(self.sizes) if number == size)
-            self.guards.append(Guard(lambda sizes: sizes[place] > 1, True, self.line()))
-
-    def _compared(self, frame: Any, ask: Asked | None, answer: bool) -> None:
-        """Note a comparison of numbers of rows in code that is no library's."""
-        name = frame.f_code.co_filename
-        if name != self._own and (is_of_libraries(name) or "CollectArgs" in frame.f_globals):
-            return
-        line = line_of_user(self._own, frame)
-        if ask is None:
-            self.reasons.append(f"{line}: computes with the number of edges or nodes")
-            raise Refusal(*self.reasons)
-        self.guards.append(Guard(ask, answer, line))
-
     def _input(self, name: str, domain: Domain, shape: tuple[int, ...]) -> int:
         known = {value.attrs[0]: i for i, value in enumerate(self.builder.values) if value.op == "input"}
         return known[name] if name in known else self.builder.input(name, domain, shape)
-
-    def is_asked_by_pyg(self) -> bool:
-        """Whether PyG's code, not the layer's, has called the torch function that is traced."""
-        frame: Any = sys._getframe(1)
-        while any(frame.f_code.co_filename.startswith(part) for part in _LIBRARIES[:2]):
-            frame = frame.f_back
-        name = frame.f_code.co_filename
-        return name != self._own and ("/torch_geometric/" in name or "CollectArgs" in frame.f_globals)
 
     @property
     def has_autocast(self) -> bool:
         """Whether products have autocast's dtype."""
         return self._autocast is not None
 
-    def is_called_by(self, function: Any) -> bool:
-        """Whether a function of a library has led to the torch function that is traced."""
-        frame: Any = sys._getframe(1)
-        while frame is not None and is_of_libraries(frame.f_code.co_filename):
-            if frame.f_code is function.__code__:
-                return True
-            frame = frame.f_back
-        return False
-
     # Refusing --------------------------------------------------------------------------------------------------------
-
-    def line(self) -> Line:
-        """Return the line that is being traced."""
-        return line_of_user(self._own)
 
     def refuse(self, what: str) -> None:
         """Note what stands in the way, with the line that is being traced; tracing goes on without a value."""
-        self.reasons.append(f"{self.line()}: {what}")
+        self.reasons.append(f"{self.line}: {what}")
 
     def stop(self, what: str) -> Refusal:
         """Return the refusal to raise where tracing cannot go on."""
@@ -375,32 +243,21 @@ class Tracer(TorchFunctionMode):
                 return self.emit("permute", inner.args[0], attrs=(tuple(inner.attrs[0][i] for i in order),))
         if op == "view" and self.builder.values[ids[0]].op == "view":
             ids[0] = self.builder.values[ids[0]].args[0]
-        number = self.builder.emit(op, *ids, attrs=attrs)
-        self.lines.setdefault(number, self.line())
-        return number
+        return self.builder.emit(op, *ids, attrs=attrs)
 
     def shape(self, number: int) -> tuple[int, ...]:
         """Return the sizes of a value's rows."""
         return self.builder.values[number].shape
 
     def symbol(self, x: Any) -> Symbol:
-        """Return the symbol of an operand: itself, a constant for a number, an input for a tensor of the module."""
+        """Return the symbol of an operand: itself, or a constant for a number."""
         if isinstance(x, Symbol):
             return x
         if isinstance(x, (bool, int, float)):
             return Symbol.of(torch.empty((), device="meta"), self.emit("const", attrs=(float(x),)), None)
         if not isinstance(x, Tensor):
             raise TypeError(f"a {type(x).__name__} among the operands")
-        if id(x) not in self._tensors:
-            self.refuse("a tensor that is no argument, parameter, buffer or attribute of the layer")
-            return Symbol.of(x, None, None, shared=True)
-        name, tensor = self._tensors[id(x)]
-        if id(x) not in self._lifted:
-            with torch._C.DisableTorchFunction():
-                number = self._input(name, One, tuple(tensor.shape)) if tensor.is_floating_point() else None
-                self._lifted[id(x)] = Symbol.of(tensor, number, None, shared=True)
-            self.inputs.append(name)
-        return self._lifted[id(x)]
+        raise self.stop("a tensor that is no operand of the graph")
 
     def id(self, x: Symbol) -> int:
         """Return the id of a symbol's value."""
@@ -469,9 +326,10 @@ class Tracer(TorchFunctionMode):
         return self._record(func, name, args, kwargs)
 
     def _record(self, func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        attribute = self._functions.get(f".{name}")
-        if attribute is not None:
-            return attribute(self, *args, **kwargs)
+        if name in FACTS:
+            return func(*args, **kwargs)
+        if name == "device":
+            return self.device
         base, in_place = name, False
         if name.startswith("__i") and name.endswith("__") and name not in ("__invert__", "__index__", "__int__"):
             base, in_place = name[3:-2], True

@@ -10,7 +10,7 @@ from torch_geometric.nn import aggr
 from pyg_dfgnn.nn import groups
 from pyg_dfgnn.nn.drop_ins import DROP_INS, Description, keep_signature
 from pyg_dfgnn.nn.scripted import Scripted
-from pyg_dfgnn.ops.visits import step
+from pyg_dfgnn.ops.visits import is_left
 
 
 class FusedAggregation(Scripted, aggr.Aggregation):
@@ -74,7 +74,7 @@ class FusedAggregation(Scripted, aggr.Aggregation):
         reduce: str = "sum",
     ) -> Tensor:
         """PyG's `Aggregation.reduce` in one fused gather."""
-        if step.is_left:
+        if is_left():
             return super().reduce(x, index, ptr, dim_size, dim, reduce)
         if ptr is not None and self._deterministic:
             index = None

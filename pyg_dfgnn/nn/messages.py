@@ -1,0 +1,362 @@
+"""Any `MessagePassing`, compiled: its forward is captured by TorchDynamo, and what is on edges becomes programs.
+
+A layer is taken by a mark on the instance and a wrapper around `forward` of its class. What becomes of a captured graph
+is said in :mod:`pyg_dfgnn.frontend`. A call that nothing can be captured of, or for which nothing would be won, is the
+layer's own code.
+"""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from types import FunctionType
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.modules.module import _has_any_global_hook
+
+from pyg_dfgnn.dispatch.core import fused_device_types
+from pyg_dfgnn.dispatch.traversal import storage_reasons
+from pyg_dfgnn.fallback import NO_DEVICE, SMALL, report_fallback
+from pyg_dfgnn.frontend import Compiler, captured
+from pyg_dfgnn.graph import Graph
+from pyg_dfgnn.ir.domains import E
+from pyg_dfgnn.ir.lanes import Refusal
+from pyg_dfgnn.ir.lowering import Lowered, lower
+from pyg_dfgnn.ir.program import Program
+from pyg_dfgnn.ir.rows import Rows
+from pyg_dfgnn.nn.drop_ins import MARK, Description, copied, shown
+from pyg_dfgnn.nn.edges import edges_in_flow
+from pyg_dfgnn.nn.gate import hooks_of
+from pyg_dfgnn.ops.eager import intercepts_functions, is_eager
+from pyg_dfgnn.ops.relational.backend import (
+    INTERPRETER,
+    KERNELS,
+    Backend,
+    backend,
+    dtype_of,
+    interpreted,
+    is_small,
+    match_of,
+    running,
+    stored_reasons,
+)
+from pyg_dfgnn.ops.relational.chunked import takes_chunks
+from pyg_dfgnn.ops.relational.program import ALL_PASSES
+from pyg_dfgnn.ops.visits import is_new, is_refilled, may_be_few, run_left
+from pyg_dfgnn.settings import current, local_settings
+
+__all__ = ["Mark", "clear", "describe", "interpreted", "lowered", "standing"]
+
+WRAPPER = "_pyg_dfgnn_captures"
+"""Attribute of our wrapper around the forward of a class: the class."""
+UNCALLED = "its first call tells what of it becomes programs"
+"""Said of a layer of which nothing is known before."""
+NO_GRAPH = "TorchDynamo captures no graph of its forward"
+_TENSORS = (Tensor, torch.nn.Parameter)
+
+
+class Forward:
+    """The forward of a class, captured for layers of one size.
+
+    Args:
+        kind: The class.
+        own: Its forward.
+
+    Attributes:
+        compiler: What has compiled its graphs.
+        run: The captured function.
+        methods: The methods of the class that PyG calls, which TorchDynamo takes for what never changes.
+    """
+
+    def __init__(self, kind: type, own: Callable[..., Any]) -> None:
+        self.compiler = Compiler(kind.__name__)
+        self.run = captured(own, self.compiler)
+        self.methods = _methods(kind)
+
+    @property
+    def is_left(self) -> bool:
+        """Whether no graph of it has a program; of no edge or one a graph of its own is captured."""
+        return not any(graph.regions or graph.derived or graph.is_of_one for graph in self.compiler.graphs)
+
+    def is_small(self, turn: int) -> bool:
+        """Return whether torch's operators have run all regions of a call, since the edges are few."""
+        ran = [region for graph in self.compiler.graphs for region in graph.regions if region.turn == turn]
+        return bool(ran) and all(region.is_small for region in ran)
+
+    def reasons(self) -> list[str]:
+        """Return why parts of the forward, or all of it, are PyTorch's."""
+        graphs = self.compiler.graphs
+        reasons = list(dict.fromkeys(reason for graph in graphs for reason in graph.reasons))
+        return reasons if graphs else [NO_GRAPH]
+
+    def report(self) -> None:
+        """Say why the layer's own code runs."""
+        report_fallback(self.compiler.name, self.reasons())
+
+
+_METHODS = ("propagate", "message", "aggregate", "update", "edge_updater", "edge_update", "message_and_aggregate")
+
+
+def _methods(kind: type) -> list[Any]:
+    return [getattr(kind, name, None) for name in _METHODS]
+
+
+class _Forwards(dict[Any, Forward]):
+    """The captured forwards of a class by the sizes of its layers."""
+
+    __hash__ = object.__hash__  # type: ignore[assignment]
+
+
+_forwards: weakref.WeakSet[Any] = weakref.WeakSet()
+
+
+def clear() -> None:
+    """Forget all captured forwards."""
+    for forwards in _forwards:
+        forwards.clear()
+
+
+class Mark:
+    """The mark of a compiled layer; unpickling it wraps the class again, in whatever process.
+
+    Args:
+        kind: Class of the layer.
+
+    Attributes:
+        turn: Number of the last call that was captured.
+        few: Number of edges up to which torch's operators take less time than kernels, as far as it is known.
+        seen: Number of graphs that its forward had after that call.
+        is_left: Whether none of them had a program, so that the layer's own code runs.
+    """
+
+    def __init__(self, kind: type) -> None:
+        self.kind, self.turn, self.few, self.seen, self.is_left = kind, 0, -1, -1, False
+        self.parts: list[dict[str, Any]] = []
+        self.forward: Forward | None = None
+        forward = kind.forward  # type: ignore[attr-defined]
+        if getattr(forward, WRAPPER, None) is not kind:
+            kind.forward = _wrapped(forward, kind)  # type: ignore[attr-defined]
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Mark, (self.kind,)
+
+    def call(self, layer: Any, own: Callable[..., Any], forwards: _Forwards, args: Any, kwargs: Any) -> Any:
+        """Return what a call of the forward returns."""
+        edges, values = None, (*args, *kwargs.values()) if kwargs else args
+        for value in values:
+            if type(value) is Tensor:
+                if edges is None and value.dim() == 2 and value.size(0) == 2 and not value.is_floating_point():
+                    edges = value
+            elif isinstance(value, Graph):
+                args = tuple(_plain(layer, value) for value in args)
+                kwargs = {name: _plain(layer, value) for name, value in kwargs.items()}
+                return self.call(layer, own, forwards, args, kwargs)
+        if not current().compile_messages or is_refilled():
+            return own(layer, *args, **kwargs)
+        count = edges.size(1) if edges is not None and may_be_few(edges) else None
+        if count is not None and (count <= self.few or is_new(layer, edges)):
+            return run_left(own, layer, *args, **kwargs)
+        forward = self.forward
+        if forward is None or forward.methods != _methods(self.kind):
+            forward = self._forward_of(layer, own, forwards)
+        if forward is None or self.is_left:
+            if forward is not None and current().fallback == "error":
+                forward.report()
+            return own(layer, *args, **kwargs)
+        reasons = self.reasons(layer, values)
+        if reasons:
+            report_fallback(self.kind.__name__, reasons)
+            return own(layer, *args, **kwargs)
+        self.turn += 1
+        forward.compiler.layer, forward.compiler.turn = layer, self.turn
+        result = forward.run(layer, *args, **kwargs)
+        if self.seen != len(forward.compiler.graphs):
+            self.seen, self.is_left = len(forward.compiler.graphs), forward.is_left
+            if self.is_left:
+                forward.report()
+        if count is not None and forward.is_small(self.turn):
+            self.few = count
+        return result
+
+    def reasons(self, layer: Any, values: Iterable[Any]) -> list[str]:
+        """Return what the state of the layer and of torch, and the values of a call have against captured code."""
+        if not is_eager() or torch._C._is_tracing() or intercepts_functions():
+            return ["the call is traced, transformed or intercepted"]
+        if _has_any_global_hook():
+            return ["hooks on all modules are registered"]
+        for part in self.parts:
+            if reasons := state_reasons(part):
+                return reasons
+        device, other = _device_of(values)
+        if other is not None:
+            return [f"an argument is a {other}"]
+        devices = backend().devices
+        if devices is None:
+            return []
+        if device is None:
+            device = next((tensor.device for tensor in (*layer.parameters(), *layer.buffers())), None)
+        return [] if device is not None and device.type in devices else [NO_DEVICE]
+
+    def _forward_of(self, layer: Any, own: Callable[..., Any], forwards: _Forwards) -> Forward | None:
+        """Return the captured forward for the sizes of a layer; None while these are not known."""
+        tensors = [*layer.named_parameters(), *layer.named_buffers()]
+        if any(torch.nn.parameter.is_lazy(tensor) for _, tensor in tensors):
+            return None
+        sizes = tuple((name, tensor.shape) for name, tensor in tensors)
+        self.parts = [part.__dict__ for part in layer.modules() if "_decomposed_layers" in part.__dict__]
+        found = forwards.get(sizes)
+        if found is None or found.methods != _methods(self.kind):
+            found = forwards[sizes] = Forward(self.kind, own)
+        self.forward, self.is_left = found, False
+        return found
+
+
+def _wrapped(own: Callable[..., Any], kind: type) -> Callable[..., Any]:
+    forwards = _Forwards()
+    _forwards.add(forwards)
+
+    def run(self: Any, *args: Any, **kwargs: Any) -> Any:
+        mark = self.__dict__.get(MARK)
+        if mark is None or mark.kind is not kind or torch.compiler.is_compiling() or torch.jit.is_scripting():
+            return own(self, *args, **kwargs)
+        return mark.call(self, own, forwards, args, kwargs)
+
+    def wrapper(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return run(self, *args, **kwargs)
+
+    # TorchScript reads the globals of the forward. Code of its own: torch.compile counts by code how often it has
+    # compiled something anew, and then gives up.
+    code = wrapper.__code__.replace()
+    function = FunctionType(code, own.__globals__, own.__name__, None, wrapper.__closure__)
+    functools.update_wrapper(function, own)
+    setattr(function, WRAPPER, kind)
+    return function
+
+
+def _plain(layer: Any, value: Any) -> Any:
+    """Return an argument of a forward: in place of a `Graph` its edges, by which programs find it again."""
+    return edges_in_flow(value, layer.flow) if isinstance(value, Graph) else value
+
+
+def _device_of(values: Iterable[Any]) -> tuple[torch.device | None, str | None]:
+    """Return the device of the first tensor among values, and the kind of one that no graph is captured with."""
+    device = None
+    for value in values:
+        kind = type(value)
+        if kind in _TENSORS:
+            if value.layout is not torch.strided:
+                return None, "sparse tensor"
+            device = value.device if device is None else device
+        elif kind in (tuple, list, dict):
+            found, other = _device_of(value.values() if kind is dict else value)
+            if other is not None:
+                return None, other
+            device = found if device is None else device
+        elif isinstance(value, Tensor) or kind.__name__ == "SparseTensor":
+            return None, kind.__name__
+    return device, None
+
+
+def state_reasons(part: Mapping[str, Any]) -> list[str]:
+    """Return what the attributes of a `MessagePassing` have against its captured forward, whatever the call."""
+    reasons = []
+    if part["_explain"]:
+        reasons.append("an explainer is attached")
+    if any(hooks_of(part)):
+        reasons.append("message passing hooks are registered")
+    if part["_decomposed_layers"] != 1:
+        reasons.append(f"decomposed_layers is {part['_decomposed_layers']}")
+    return reasons
+
+
+def standing(layer: Any) -> tuple[bool, list[str]]:
+    """Return whether programs may run for a layer, and why its calls, or parts of them, are PyG's own.
+
+    This is what is known by its state and its device, and by what its calls have captured.
+    """
+    tensor = next((t for t in (*layer.parameters(), *layer.buffers()) if t.is_floating_point()), torch.empty(0))
+    reasons = [*state_reasons(vars(layer)), *storage_reasons(tensor.dtype, tensor.device)]
+    mark = layer.__dict__[MARK]
+    forward = mark.forward
+    if forward is None or mark.seen < 0:
+        return True, reasons or [UNCALLED]
+    told = [reason for graph in forward.compiler.graphs for region in graph.regions for reason in region.reasons]
+    told = [reason for reason in told if reason != NO_DEVICE]
+    return not mark.is_left, list(dict.fromkeys([*forward.reasons(), *told, *reasons]))
+
+
+def describe(layer: Any, device: torch.device | None, *args: Any, **kwargs: Any) -> Description:
+    """Return what a copy of a layer would do with a call: the steps of its programs, or what was refused and where."""
+    runs: dict[tuple[int, tuple[str, ...]], tuple[Program, Rows, torch.dtype]] = {}
+    has_grad = torch.is_grad_enabled()
+    layer = copied(layer)
+    for module in layer.modules():
+        # A description of a whole model has come here through hooks of its own.
+        for key in [key for key, hook in module._forward_pre_hooks.items() if hasattr(hook, "of_description")]:
+            del module._forward_pre_hooks[key], module._forward_pre_hooks_with_kwargs[key]
+
+    def find(program: Program, rows: Rows, inputs: Mapping[str, Tensor], names: Sequence[str]) -> Any:
+        runs[id(program), tuple(names)] = program, rows, dtype_of(inputs)
+        backend = KERNELS if rows.device.type in fused_device_types else INTERPRETER
+        return backend.find(program, rows, inputs, names)
+
+    with (
+        torch.compiler.set_stance("default"),
+        torch.set_grad_enabled(has_grad),
+        torch.random.fork_rng(),
+        local_settings(fallback="silent", check_ids="now", compile_messages=True),
+        running(Backend(find, None)),
+    ):
+        mark, values = layer.__dict__[MARK], (*args, *kwargs.values())
+        values = tuple(_plain(layer, value) for value in values)
+        layer(*args, **kwargs)
+        against = mark.reasons(layer, values)
+    forward = mark.forward
+    reasons = [*against] if forward is None else [*forward.reasons(), *against]
+    regions = [] if forward is None else [region for graph in forward.compiler.graphs for region in graph.regions]
+    lines = {id(region.program): region.line for region in regions}
+    plans, is_partial = [], False
+    for (number, names), (program, rows, dtype) in runs.items():
+        plan, against = _plan(program, rows, dtype, names, rows.device if device is None else device, has_grad)
+        reasons += [reason if reason == NO_DEVICE else f"{lines[number]}: {reason}" for reason in against]
+        plans.append(plan)
+        is_partial |= not against
+    small = [rows.device.type == "cuda" and is_small(program, rows.sizes[E]) for program, rows, _ in runs.values()]
+    if small and all(small) and current().leaves_few:
+        reasons.append(SMALL)
+        is_partial = False
+    shown_plans = "\n".join(dict.fromkeys(plans)) or None
+    is_partial &= bool(reasons)
+    return Description(shown(layer), tuple(dict.fromkeys(reasons)), None, shown_plans, is_partial=is_partial)
+
+
+def _plan(
+    program: Program, rows: Rows, dtype: torch.dtype, names: Sequence[str], device: torch.device, has_grad: bool
+) -> tuple[str, Sequence[str]]:
+    """Return the steps that a device would run for some outputs of a program, and what is in their way."""
+    if device.type not in fused_device_types:
+        return str(program), (NO_DEVICE,)
+    reasons = storage_reasons(dtype, device)
+    family = match_of(program, dtype, device, names)
+    if family is not None:
+        return f"{program}\nwhich is {family.name}: hand-written kernels run it", reasons
+    steps, against = lowered(program, rows.sizes, program.features if has_grad else (), names)
+    return str(program if steps is None else steps), [*reasons, *against]
+
+
+def lowered(
+    program: Program, sizes: Mapping[Any, int], wrt: Sequence[str], outputs: Sequence[str]
+) -> tuple[Lowered | None, list[str]]:
+    """Return the steps for some outputs of a program and their gradients, or None, and what is against them."""
+    every = dict(program.outputs)
+    program = Program(program.name, program.values, tuple((name, every[name]) for name in outputs))
+    try:
+        steps = lower(ALL_PASSES.run(program, sizes, tuple(wrt)), list(outputs))
+    except Refusal as refusal:
+        return None, [str(refusal)]
+    if steps.edge_rows and takes_chunks(program, sizes, wrt, ALL_PASSES):
+        return steps, []
+    return steps, stored_reasons(steps.edge_rows)
