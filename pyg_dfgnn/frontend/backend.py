@@ -71,38 +71,52 @@ class Compiler:
 
     def __call__(self, module: GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
         """Return what runs a graph."""
-        run: Callable[..., Any]
         try:
-            captured, run = _compiled(module, self.name)
+            captured, module = compiled(module, self.name)
         except Exception as error:
             # A user's layer runs as it would have without us.
             _logger.warning("a captured graph of %s stays PyTorch's (%s: %s)", self.name, type(error).__name__, error)
             reason = f"{type(error).__name__}: {error}"
             captured = Captured((), (0, 0), (reason,), len(module.graph.nodes), name=self.name)
-            run = module.forward
         for region in captured.regions:
             region.caller = self
         self.graphs.append(captured)
         for watcher in watchers:
             watcher(captured)
-        return run
+        return module.forward
 
 
-def _compiled(module: GraphModule, name: str) -> tuple[Captured, Callable[..., Any]]:
+Make = Callable[[Region], Callable[..., Any]]
+"""Returns what is called for a region; may raise a refusal."""
+
+
+def compiled(
+    module: GraphModule, name: str, make: Make | None = None, *, derives: bool = True
+) -> tuple[Captured, GraphModule]:
+    """Return what becomes of a graph, and the graph in which each region is one call.
+
+    Args:
+        module: The graph.
+        name: What it is of.
+        make: What is called for a region; by default the region.
+        derives: Whether what depends on the edges alone is kept.
+    """
     graph = Graph()
     graph.output(graph.graph_copy(module.graph, {}))
     tensors = [value for value in map(value_of, graph.nodes) if isinstance(value, Tensor)]
     device = tensors[0].device if tensors else torch.device("cpu")
     is_cast = torch.is_autocast_enabled(device.type)
     autocast = (device.type, torch.get_autocast_dtype(device.type)) if is_cast else None
-    partition = Partition(graph, autocast, device)
+    partition = Partition(graph, autocast, device, derives)
     regions: dict[Draft, tuple[Region, list[Node]]] = {}
+    calls: dict[Draft, Callable[..., Any]] = {}
     while True:
         regions.clear()
         try:
             for draft in partition.outputs:
                 current = draft
                 regions[draft] = _region(partition, draft, name)
+                calls[draft] = regions[draft][0] if make is None else make(regions[draft][0])
             break
         except Refusal as refusal:
             partition.refuse(current, "; ".join(refusal.reasons))
@@ -111,9 +125,8 @@ def _compiled(module: GraphModule, name: str) -> tuple[Captured, Callable[..., A
     is_of_one = any(_is_of_one(value_of(node)) for node in graph.nodes if node.op == "placeholder")
     captured = Captured(programs, partition.counts(), reasons, count, len(partition.derived), is_of_one, name)
     if not regions and not partition.derived:
-        return captured, module.forward
-    compiled = GraphModule(module, _written(partition, regions))
-    return captured, compiled.forward
+        return captured, module
+    return captured, GraphModule(module, _written(partition, regions, calls))
 
 
 def _is_of_one(value: Any) -> bool:
@@ -235,7 +248,9 @@ def _by_torch(partition: Partition, draft: Draft, arguments: Sequence[Node]) -> 
     return GraphModule({}, graph).forward
 
 
-def _written(partition: Partition, regions: dict[Draft, tuple[Region, list[Node]]]) -> Graph:
+def _written(
+    partition: Partition, regions: dict[Draft, tuple[Region, list[Node]]], calls: dict[Draft, Callable[..., Any]]
+) -> Graph:
     """Return the graph in which each region is one call."""
     graph, copies, done = Graph(), dict[Node, Any](), set[Draft]()
     compute, of_edges, derived, views = written_group(partition.graph, partition.derived, partition.ends)
@@ -266,10 +281,11 @@ def _written(partition: Partition, regions: dict[Draft, tuple[Region, list[Node]
         if draft in done:
             return
         done.add(draft)
-        region, arguments = regions[draft]
+        _, arguments = regions[draft]
         for node in arguments:
             copy(node)
-        called = graph.call_function(_named(region, f"region_{len(done)}"), tuple(copies[node] for node in arguments))
+        call = _named(calls[draft], f"region_{len(done)}")
+        called = graph.call_function(call, tuple(copies[node] for node in arguments))
         for k, node in enumerate(partition.outputs[draft]):
             copies[node] = graph.call_function(operator.getitem, (called, k))
             for axis, size in _cuts(draft, node, arguments):

@@ -131,6 +131,7 @@ class Partition:
         graph: The graph.
         autocast: Device type and dtype of autocast; None without it.
         device: Device of the edges.
+        derives: Whether what depends on the edges alone is kept.
 
     Attributes:
         kept: Region -> its nodes in their order.
@@ -139,7 +140,9 @@ class Partition:
         gathers: Numbers of gathers and reductions by ends of edges: all, and those inside of regions.
     """
 
-    def __init__(self, graph: Graph, autocast: tuple[str, torch.dtype] | None, device: torch.device) -> None:
+    def __init__(
+        self, graph: Graph, autocast: tuple[str, torch.dtype] | None, device: torch.device, derives: bool = True
+    ) -> None:
         self.graph, self.autocast, self.device = graph, autocast, device
         detach_no_grad(graph, torch.is_grad_enabled())
         fold_sizes(graph)
@@ -149,7 +152,8 @@ class Partition:
                 node.meta["random" if name_of(node) == "dropout" else "effect"] = True
         self.ends = _find_ends(graph)
         self.meshes = {} if self.effects.context else _meshes(graph, self.ends)
-        self.derived = set() if self.effects.context else derived_nodes(graph, self.effects, self.ends)
+        derives &= not self.effects.context
+        self.derived = derived_nodes(graph, self.effects, self.ends) if derives else set()
         self.forced: set[Node] = set(self.derived)
         for node in self.derived:
             node.meta["derived"] = True

@@ -89,19 +89,10 @@ class Region:
             return self._by_torch(args, (NO_DEVICE,))
         if self._is_left(edges):
             return self._by_torch(args, _SMALL)
-        (source, axis), (target, other) = self.sizes
-        num_src = args[source] if axis is None else args[source].size(axis)
-        num_dst = args[target] if other is None else args[target].size(other)
-        types = None if self.types is None else (args[self.types[0].argument], self.types[1])
+        num_src, num_dst, types, inputs = self.read(args)
         graph = graph_of(self._seen, edges, num_src, num_dst, self.transposed, types)
         if graph is None:
             return self._by_torch(args, ("the edges are new in a capture",))
-        dtype, inputs = self.dtype, dict[str, Tensor]()
-        for name, argument, rows_axis in self.inputs:
-            tensor = args[argument]
-            if rows_axis:
-                tensor = tensor.movedim(rows_axis, 0)
-            inputs[name] = tensor if tensor.dtype is dtype else tensor.to(dtype)
         rows = rows_of(graph)
         run = runs.find(self.program, rows, inputs, self.names)
         if not callable(run):
@@ -114,13 +105,29 @@ class Region:
                 outputs = run(rows, inputs)
         else:
             outputs = run(rows, inputs)
-        results = [outputs[name] for name in self.names]
-        if not self.is_plain:
-            results = [
-                (x.movedim(0, axis).contiguous() if axis else x).to(kind)
-                for x, (kind, axis) in zip(results, self.results)
-            ]
-        return results
+        return self.returned([outputs[name] for name in self.names])
+
+    def read(self, args: Sequence[Any]) -> tuple[Any, Any, tuple[Tensor, int] | None, dict[str, Tensor]]:
+        """Return the numbers of sources and targets, types with their number, and inputs of a call."""
+        (source, axis), (target, other) = self.sizes
+        num_src = args[source] if axis is None else args[source].size(axis)
+        num_dst = args[target] if other is None else args[target].size(other)
+        types = None if self.types is None else (args[self.types[0].argument], self.types[1])
+        dtype, inputs = self.dtype, dict[str, Tensor]()
+        for name, argument, rows_axis in self.inputs:
+            tensor = args[argument]
+            if rows_axis:
+                tensor = tensor.movedim(rows_axis, 0)
+            inputs[name] = tensor if tensor.dtype is dtype else tensor.to(dtype)
+        return num_src, num_dst, types, inputs
+
+    def returned(self, results: list[Tensor]) -> list[Tensor]:
+        """Return the results of the program as the graph has them."""
+        if self.is_plain:
+            return results
+        return [
+            (x.movedim(0, axis).contiguous() if axis else x).to(kind) for x, (kind, axis) in zip(results, self.results)
+        ]
 
     def _is_left(self, edges: Tensor) -> bool:
         """Return whether torch takes edges that are new, or a few launches on few edges."""

@@ -1,0 +1,89 @@
+"""Whole models by `torch.compile(model, backend="pyg_dfgnn")`: regions are operators, all else is another backend's."""
+
+import copy
+
+import pytest
+import torch
+
+from pyg_dfgnn.bench.cases.messages import GatedGCN, MessageCase
+from pyg_dfgnn.ops.relational.backend import KERNELS, running
+from tests.kernels.emulated import emulated_device
+
+NODES, CHANNELS = 17, 8
+EAGER = {"backend": "aot_eager"}
+
+
+class Net(torch.nn.Module):
+    """Two layers with what is no layer around them."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second, self.norm = GatedGCN(CHANNELS), GatedGCN(CHANNELS), torch.nn.BatchNorm1d(CHANNELS)
+
+    def forward(self, x, edge_index):
+        return self.second(self.norm(self.first(x, edge_index)).relu(), edge_index).log_softmax(dim=-1)
+
+
+def results(model, x, edge_index):
+    leaf = x.clone().requires_grad_()
+    out = model(leaf, edge_index)
+    return [out, *torch.autograd.grad(out.sin().sum(), [leaf, *model.parameters()])]
+
+
+def test_a_model_is_one_graph_for_all_sizes(captured):
+    net, x = Net().double(), torch.randn(NODES, CHANNELS).double()
+    own = copy.deepcopy(net)
+    net.compile(backend="pyg_dfgnn", dynamic=True, fullgraph=True, options=EAGER)
+    numbers = set()
+    for edges in (40, 71, 90):
+        edge_index = torch.randint(0, NODES, (2, edges))
+        torch.testing.assert_close(results(net, x, edge_index), results(own, x, edge_index), rtol=1e-9, atol=1e-9)
+        numbers.add(len(captured))
+    # What TorchDynamo begins anew in its first call is compiled twice.
+    assert len(numbers) == 1 and {graph.counts for graph in captured} == {(8, 8)}
+
+
+@pytest.mark.parametrize("op", ["my_gatv2", "edge_gate", "my_gine", "mix_hop"])
+def test_layers_equal_pygs(op, captured):
+    case = MessageCase.of(op, "16")
+    layer = case.module(torch.device("cpu"), torch.float64)
+    own = copy.deepcopy(layer)
+    layer.compile(backend="pyg_dfgnn", dynamic=True, options=EAGER)
+    x, edge_index, edge = torch.randn(NODES, 16).double(), torch.randint(0, NODES, (2, 60)), None
+    if case.spec.edge:
+        edge = (torch.rand((60, 8) if case.spec.edge == "attr" else (60,)) + 0.1).double()
+    for _ in range(2):
+        found = []
+        for each in (layer, own):
+            leaf = x.clone().requires_grad_()
+            out = each(*case.arguments(edge_index, leaf, edge))
+            found.append([out, *torch.autograd.grad(out.sin().sum(), [leaf, *each.parameters()])])
+        torch.testing.assert_close(*found, rtol=1e-9, atol=1e-9)
+    assert any(graph.regions for graph in captured)
+
+
+def test_kernels_run_and_what_they_do_not_take_is_torchs(captured):
+    net = Net()
+    own, x, edge_index = copy.deepcopy(net), torch.randn(NODES, CHANNELS), torch.randint(0, NODES, (2, 60))
+    net.compile(backend="pyg_dfgnn", dynamic=True, options=EAGER)
+    with emulated_device() as launched, running(KERNELS):
+        found = results(net, x, edge_index)
+    torch.testing.assert_close(found, results(own, x, edge_index), rtol=1e-4, atol=1e-5)
+    assert launched and captured[0].counts == (8, 8)
+
+
+def test_random_numbers_on_edges_are_torchs(captured):
+    layer = MessageCase.of("my_gat", "16").module(torch.device("cpu"), torch.float64)
+    layer.dropout = 0.5
+    layer.compile(backend="pyg_dfgnn", dynamic=True, options=EAGER)
+    layer(torch.randn(NODES, 16).double(), torch.randint(0, NODES, (2, 60)))
+    assert not any(region.has_seed for graph in captured for region in graph.regions)
+
+
+def test_without_kernels_all_is_the_other_backends(captured):
+    net = Net()
+    own, x, edge_index = copy.deepcopy(net), torch.randn(NODES, CHANNELS), torch.randint(0, NODES, (2, 60))
+    net.compile(backend="pyg_dfgnn", dynamic=True, options=EAGER)
+    with running(KERNELS):
+        torch.testing.assert_close(results(net, x, edge_index), results(own, x, edge_index), rtol=1e-4, atol=1e-5)
+    assert not captured
