@@ -70,18 +70,26 @@ def memory_of(node: Any) -> list[int]:
     return [value.untyped_storage()._cdata for value in parts if isinstance(value, Tensor)]
 
 
-def _edits(node: Node) -> bool:
-    """Return whether a node edits its first operand."""
-    if node.op not in ("call_function", "call_method") or not node.args or not isinstance(node.args[0], Node):
-        return False
-    name = name_of(node)
-    if node.target in _OPERATORS or node.target is operator.setitem or name in ("ipow", "imatmul", "ifloordiv", "imod"):
-        return True
+def _edited(node: Node) -> list[Node]:
+    """Return the operands that a node edits."""
+    if node.op not in ("call_function", "call_method"):
+        return []
+    name, out = name_of(node), node.kwargs.get("out")
     if isinstance(node.target, torch._ops.OpOverload):
-        return bool(node.target._schema.is_mutable)
-    # `and_` and `or_` of Python edit nothing.
-    is_named = name.endswith("_") and not name.endswith("__") and getattr(node.target, "__module__", "") != "_operator"
-    return is_named or _bound(node).get("inplace") is True
+        schema = node.target._schema.arguments
+        written = [arg.name for arg in schema if arg.alias_info is not None and arg.alias_info.is_write]
+        named = dict(zip((arg.name for arg in schema), node.args)) | node.kwargs
+        edited: list[Any] = [named.get(each) for each in written]
+    elif out is not None:
+        edited = [*out] if isinstance(out, (tuple, list)) else [out]
+    else:
+        # `and_` and `or_` of Python edit nothing.
+        is_named = name.endswith("_") and not name.endswith("__")
+        is_named &= getattr(node.target, "__module__", "") != "_operator"
+        is_python = node.target in _OPERATORS or node.target is operator.setitem
+        is_python |= name in ("ipow", "imatmul", "ifloordiv", "imod")
+        edited = [*node.args[:1]] if is_python or is_named or _bound(node).get("inplace") is True else []
+    return [operand for operand in edited if isinstance(operand, Node)]
 
 
 def _bound(node: Node) -> dict[str, Any]:
@@ -96,6 +104,8 @@ def _bound(node: Node) -> dict[str, Any]:
 
 def _plain(node: Node) -> tuple[str, Any, tuple[Any, ...], dict[str, Any]] | None:
     """Return the call that gives what an edit leaves, as a new value; None if there is none."""
+    if _edited(node) != [*node.args[:1]]:
+        return None
     name, target, first = name_of(node), node.target, value_of(node.args[0])  # type: ignore[arg-type]
     tensors = [value_of(x) for x in node.args if isinstance(x, Node)]
     dtypes = {x.dtype for x in tensors if isinstance(x, Tensor) and x.dim() and x.is_floating_point()}
@@ -133,9 +143,10 @@ def functionalise(graph: Graph) -> Effects:
     sharing: dict[int, list[Node]] = {}
     edits: dict[int, list[Node]] = {}
     for node in graph.nodes:
-        for key in dict.fromkeys(memory_of(node.args[0] if _edits(node) else node)):
+        edited = _edited(node)
+        for key in dict.fromkeys(key for each in edited or [node] for key in memory_of(each)):
             sharing.setdefault(key, []).append(node)
-            if _edits(node):
+            if edited:
                 edits.setdefault(key, []).append(node)
     pinned: set[Node] = set()
     for key, of_storage in edits.items():

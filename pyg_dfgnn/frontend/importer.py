@@ -16,6 +16,7 @@ from pyg_dfgnn.frontend.functional import name_of, value_of
 from pyg_dfgnn.ir.domains import D, Domain, E, One, S
 from pyg_dfgnn.ir.torch_front import FUNCTIONS, Refusal, Symbol, Tracer, fake_sizes
 from pyg_dfgnn.ir.torch_front.pointwise import filled
+from pyg_dfgnn.settings import current
 
 CONSTANTS = {
     name: float("ones" in name) for kind in ("zeros", "ones") for name in (kind, f"new_{kind}", f"{kind}_like")
@@ -266,6 +267,8 @@ class Draft:
             if not self.is_row_of_edge(tensors[0]) or rows.dim() != 2:
                 return False
             width, own = expression_of(rows.shape[1]), expression_of(mapped.shape[-1])
+            if current().edge_chunks:
+                return True
             return isinstance(width, int) and isinstance(own, int) and width <= _NARROW and width < own
         if "place" in node.meta:
             return "light" in node.meta

@@ -122,7 +122,10 @@ class Description:
 
     def __str__(self) -> str:
         if self.layers:
-            return "\n".join(f"{name}: {layer}" for name, layer in self.layers.items())
+            layers = self.layers.values()
+            fused, partial = sum(layer.fused for layer in layers), sum(layer.is_partial for layer in layers)
+            total = f"{len(layers)} layers: {fused} fused, {partial} in part, {len(layers) - fused - partial} PyG's"
+            return "\n".join([*(f"{name}: {layer}" for name, layer in self.layers.items()), total])
         if self.reasons:
             what = "fused in part; not" if self.is_partial else "PyG's own path, because"
             lines = [f"{self.layer}: {what}", *(f"  - {reason}" for reason in self.reasons)]

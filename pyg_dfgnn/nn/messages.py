@@ -54,7 +54,7 @@ WRAPPER = "_pyg_dfgnn_captures"
 """Attribute of our wrapper around the forward of a class: the class."""
 UNCALLED = "its first call tells what of it becomes programs"
 """Said of a layer of which nothing is known before."""
-NO_GRAPH = "TorchDynamo captures no graph of its forward"
+NO_GRAPH = "TorchDynamo captures no graph in which edges are gathered and reduced"
 _TENSORS = (Tensor, torch.nn.Parameter)
 
 
@@ -69,17 +69,22 @@ class Forward:
         compiler: What has compiled its graphs.
         run: The captured function.
         methods: The methods of the class that PyG calls, which TorchDynamo takes for what never changes.
+        in_chunks: Whether networks on edges are parts of programs, which run in chunks.
     """
 
     def __init__(self, kind: type, own: Callable[..., Any]) -> None:
         self.compiler = Compiler(kind.__name__)
         self.run = captured(own, self.compiler)
-        self.methods = _methods(kind)
+        self.methods, self.in_chunks = _methods(kind), current().edge_chunks
 
     @property
     def is_left(self) -> bool:
         """Whether no graph of it has a program; of no edge or one a graph of its own is captured."""
         return not any(graph.regions or graph.derived or graph.is_of_one for graph in self.compiler.graphs)
+
+    def is_current(self, kind: type) -> bool:
+        """Return whether neither the methods of a class nor the settings have changed since it was captured."""
+        return self.in_chunks is current().edge_chunks and self.methods == _methods(kind)
 
     def is_small(self, turn: int) -> bool:
         """Return whether torch's operators have run all regions of a call, since the edges are few."""
@@ -90,7 +95,7 @@ class Forward:
         """Return why parts of the forward, or all of it, are PyTorch's."""
         graphs = self.compiler.graphs
         reasons = list(dict.fromkeys(reason for graph in graphs for reason in graph.reasons))
-        return reasons if graphs else [NO_GRAPH]
+        return reasons or ([NO_GRAPH] if self.is_left else [])
 
     def report(self) -> None:
         """Say why the layer's own code runs."""
@@ -160,7 +165,7 @@ class Mark:
         if count is not None and (count <= self.few or is_new(layer, edges)):
             return run_left(own, layer, *args, **kwargs)
         forward = self.forward
-        if forward is None or forward.methods != _methods(self.kind):
+        if forward is None or not forward.is_current(self.kind):
             forward = self._forward_of(layer, own, forwards)
         if forward is None or self.is_left:
             if forward is not None and current().fallback == "error":
@@ -205,10 +210,10 @@ class Mark:
         tensors = [*layer.named_parameters(), *layer.named_buffers()]
         if any(torch.nn.parameter.is_lazy(tensor) for _, tensor in tensors):
             return None
-        sizes = tuple((name, tensor.shape) for name, tensor in tensors)
+        sizes = current().edge_chunks, *((name, tensor.shape) for name, tensor in tensors)
         self.parts = [part.__dict__ for part in layer.modules() if "_decomposed_layers" in part.__dict__]
         found = forwards.get(sizes)
-        if found is None or found.methods != _methods(self.kind):
+        if found is None or not found.is_current(self.kind):
             found = forwards[sizes] = Forward(self.kind, own)
         self.forward, self.is_left = found, False
         return found

@@ -6,6 +6,7 @@ import threading
 
 import pytest
 import torch
+import torch_geometric
 from torch.func import functional_call, grad, vmap
 from torch_geometric.nn import GATConv, SAGEConv
 from torch_geometric.utils import add_self_loops, degree
@@ -285,3 +286,31 @@ def test_edits_of_what_was_derived_are_seen(x, edge_index):
         out, loops = layer(x, edge_index)
         torch.testing.assert_close((out, loops), own(x, edge_index))
         loops.zero_()
+
+
+class Median(Sum):
+    """A reduction that writes to a part of a tensor by `out=`, as PyG's quantiles do."""
+
+    def __init__(self):
+        super().__init__()
+        self.aggr_module = torch_geometric.nn.aggr.MedianAggregation()
+
+
+class Split(Sum):
+    """Edits of a tensor by `out=` and by several results."""
+
+    def message(self, x_j):
+        low, high = torch.empty_like(x_j), torch.empty(x_j.shape, dtype=torch.int64)
+        torch.sort(x_j, dim=-1, out=(low, high))
+        scaled = torch.zeros_like(x_j)
+        torch.mul(low, 2.0, out=scaled)
+        return scaled + high
+
+
+@pytest.mark.parametrize("kind", [Median, Split])
+def test_what_out_writes_to_is_read(kind, x, edge_index, captured):
+    layer, own = compile_layer(kind().double()), kind().double()
+    with torch.no_grad():
+        for edges in (edge_index, edge_index[:, :50]):
+            assert_equal(layer, own, x, edges, None)
+    assert captured

@@ -182,6 +182,8 @@ def test_describe_plan_of_a_model(x):
     assert len(layers["wide"].reasons) == 2 and "float64" in wide and "600 channels" in wide
     assert layers["idle"].reasons == ("this forward does not call the layer",)
     assert all(f"{name}: {layer.layer}" in str(description) for name, layer in layers.items())
+    fused = sum(layer.fused for layer in layers.values())
+    assert str(description).splitlines()[-1] == f"6 layers: {fused} fused, 0 in part, {6 - fused} PyG's"
 
 
 @pytest.mark.parametrize("device", ["cuda", torch.device("cuda", 0)], ids=["named", "indexed"])
@@ -305,7 +307,8 @@ def test_layers_of_which_nothing_or_a_part_is_compiled(caplog):
     assert [name for name, row in rows.items() if row.state == "left"] == ["branch"]
     assert not rows["plain"].why and not rows["asks"].why
     assert "`max` has no meaning in a program" in rows["dna"].why
-    assert str(pyg_dfgnn.describe_plan(model["dna"], stacked(features), EDGES)).count("`max` has no meaning") == 1
+    described = pyg_dfgnn.describe_plan(model["dna"], stacked(features), EDGES, device="cuda")
+    assert str(described).count("`max` has no meaning") == 1
 
 
 class Late(pyg.SimpleConv):
