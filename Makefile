@@ -55,7 +55,7 @@ clean:
 	@echo "setting up .venv (first call only)"
 	@test -x $(PYTHON) || $(SYSTEM_PYTHON) -m venv .venv
 	@$(PIP) install "$(TORCH)" "setuptools>=77"
-	@$(PIP) install --editable ".[data$(if $(GPU),$(CUDA_EXTRA))]"
+	@$(PIP) install --editable ".[train,data$(if $(GPU),$(CUDA_EXTRA))]"
 	@touch $@
 
 .venv/test.stamp: .venv/run.stamp

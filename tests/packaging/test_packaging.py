@@ -81,3 +81,25 @@ def test_incomplete_installation_says_so(tmp_path, monkeypatch):
 
 def test_the_citation_names_this_version():
     assert f"\nversion: {pyg_dfgnn.__version__}\n" in (ROOT / "CITATION.cff").read_text()
+
+
+BLOCKED = """
+import importlib, pkgutil, sys
+
+extras = "hydra omegaconf matplotlib PIL scipy skimage cupy torch_sparse torch_scatter"
+sys.modules.update(dict.fromkeys(extras.split()))
+import pyg_dfgnn
+for module in pkgutil.walk_packages(pyg_dfgnn.__path__, "pyg_dfgnn."):
+    if not module.name.startswith(("pyg_dfgnn.bench", "pyg_dfgnn.training")) and not module.name.endswith("__main__"):
+        importlib.import_module(module.name)
+try:
+    import pyg_dfgnn.training
+except ModuleNotFoundError as error:
+    print(error)
+"""
+
+
+def test_the_library_needs_no_extra():
+    """All but training and the bench can be imported without the packages of any extra; training names its own."""
+    done = subprocess.run([sys.executable, "-c", BLOCKED], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert "hydra" in done.stdout and ".[train]" in done.stdout
