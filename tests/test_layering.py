@@ -28,6 +28,7 @@ ALLOWED = {
     "nn": {"frontend", "ops", "dispatch", "ir", "reference", "graph"},
     "capture": {"distributed", "nn", "frontend", "ops", "graph"},
     "utils": {"nn"},
+    "__main__": {"graph"},
     "models": {"nn", "ops", "graph"},
     "datasets": {"graph"},
     "distributed": {"ops", "graph"},

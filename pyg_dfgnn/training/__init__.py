@@ -2,4 +2,4 @@
 
 from pyg_dfgnn.errors import need_extra
 
-need_extra("hydra", "training by configs", "train")
+need_extra("hydra", "training runs", "train")
