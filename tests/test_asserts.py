@@ -10,7 +10,8 @@ import pytest
 from tests.test_layering import PACKAGE, ROOT, parsed, relative
 
 SOURCES = [*PACKAGE.rglob("*.py"), *(ROOT / "tools").glob("*.py"), ROOT / "train.py"]
-PART = ("tests/test_errors.py", *(f"tests/nn/test_message_{name}.py" for name in ("traps", "radial")))
+_OPTIONS = ("functions_and_their_options", "options_of_an_embedding")
+PART = ("tests/test_errors.py", *(f"tests/nn/test_message_traps.py::test_{name}" for name in _OPTIONS))
 """Tests of what is refused."""
 
 
