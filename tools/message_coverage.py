@@ -64,9 +64,10 @@ def row(name: str, kind: type) -> str:
     graphs = captured_of(case)
     programs = graphs.programs
     every, inside = (sum(graph.counts[k] for graph in graphs) for k in (0, 1))
-    how = "drop-in" if kind in DROP_INS else "fused" if inside == every else "in part" if inside else "PyG"
+    how = "drop-in" if kind in DROP_INS else "PyG" if not inside else "fused" if inside == every else "in part"
     ops = ", ".join(sorted({value.op for program in programs for value in program.values} - _MOVES))
-    reason = "; ".join(dict.fromkeys(graphs.reasons)).replace("|", "\\|")
+    reasons = dict.fromkeys(graphs.reasons if inside or graphs.reasons else [messages.NO_GRAPH])
+    reason = "; ".join(reasons).replace("|", "\\|")
     kernels = ""
     if how != "drop-in" and programs:
         kernels = "; ".join(dict.fromkeys(why for program in programs for why in reasons_on_kernels(program))) or "yes"
