@@ -316,6 +316,8 @@ def describe(layer: Any, device: torch.device | None, *args: Any, **kwargs: Any)
         running(Backend(find, None)),
     ):
         mark, values = layer.__dict__[MARK], (*args, *kwargs.values())
+        # Graphs of this call alone, and not of all that layers of its class and size were called with.
+        mark._forward_of(layer, type(layer).forward.__wrapped__, _Forwards())
         values = tuple(_plain(layer, value) for value in values)
         layer(*args, **kwargs)
         against = mark.reasons(layer, values)

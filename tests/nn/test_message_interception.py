@@ -264,6 +264,19 @@ def test_describe_plan_shows_the_program_or_the_line(x):
     assert "return x_j * x_i.max()" in description.reasons[0] and not description.fused
 
 
+def test_describe_plan_is_of_its_call_alone(x):
+    class Sorting(Mine):
+        sorts = True
+
+        def message(self, x_i, x_j):
+            return x_j.sort(dim=-1).values if self.sorts else x_i * x_j
+
+    layer = pyg_dfgnn.accelerate(Sorting())
+    assert "sort" in pyg_dfgnn.describe_plan(layer, x, EDGES, device="cuda").reasons[0]
+    layer.sorts = False
+    assert pyg_dfgnn.describe_plan(layer, x, EDGES, device="cuda").fused
+
+
 class Branches(MessagePassing):
     """A branch on numbers, in whose pieces nothing is gathered and reduced."""
 
