@@ -14,7 +14,7 @@ from torch.fx import Graph, GraphModule, Node
 from torch.nn import Module
 
 from pyg_dfgnn.frontend.derived import written_group
-from pyg_dfgnn.frontend.functional import name_of, value_of
+from pyg_dfgnn.frontend.functional import memory_of, name_of, value_of
 from pyg_dfgnn.frontend.importer import WIDE, Draft, expression_of, line_of
 from pyg_dfgnn.frontend.regions import Partition
 from pyg_dfgnn.frontend.run import Place, Region
@@ -292,10 +292,23 @@ def _written(
                 copies[node] = graph.call_method("narrow", (copies[node], axis, 0, copies[size]))
 
     for node in partition.graph.nodes:
+        if node.op == "output":
+            # What is kept must not be edited by who gets it.
+            for kept in [each for each in node.all_input_nodes if _is_kept(each, partition.derived)]:
+                copy(kept)
+                copies[kept] = graph.call_method("clone", (copies[kept],))
         if node.op == "placeholder" or node in partition.torch or node in partition.effects.before:
             copy(node)
     graph.lint()
     return graph
+
+
+def _is_kept(node: Node, derived: set[Node]) -> bool:
+    """Return whether a tensor is, or shares memory with, one that is kept for the edges."""
+    if not isinstance(value_of(node), Tensor):
+        return False
+    kept = {key for each in derived for key in memory_of(each)}
+    return any(key in kept for key in memory_of(node))
 
 
 def _named(function: Callable[..., Any], name: str) -> Callable[..., Any]:

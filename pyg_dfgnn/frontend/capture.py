@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable
+from contextlib import ExitStack
 from types import CodeType, FunctionType
 from typing import Any
 
@@ -15,7 +15,7 @@ from torch._dynamo.types import ConvertFrameReturn
 from torch.fx.experimental import _config as shapes_config
 
 from pyg_dfgnn.frontend.backend import Compiler
-from pyg_dfgnn.ops.visits import capturing
+from pyg_dfgnn.ops.visits import capturing, step
 
 DYNAMO: dict[str, Any] = {
     "assume_static_by_default": False,
@@ -29,20 +29,9 @@ DYNAMO: dict[str, Any] = {
 """Settings of TorchDynamo while a layer is compiled; users' own graphs are compiled by theirs."""
 _MOST_ERRORS = 3
 _logger = logging.getLogger("pyg_dfgnn")
-_loggers = [logging.getLogger(f"torch.{name}") for name in ("_dynamo.convert_frame", "_subclasses.fake_tensor")]
-
-
-@contextmanager
-def _quiet() -> Iterator[None]:
-    """Let Dynamo print no traceback of code that it cannot capture, and that runs as it is."""
-    before = [logger.level for logger in _loggers]
-    for logger in _loggers:
-        logger.setLevel(logging.CRITICAL)
-    try:
-        yield
-    finally:
-        for logger, level in zip(_loggers, before):
-            logger.setLevel(level)
+# Dynamo is to print no traceback of code that it cannot capture, and that runs as it is.
+for _name in ("_dynamo.convert_frame", "_subclasses.fake_tensor"):
+    logging.getLogger(f"torch.{_name}").addFilter(lambda record: not step.is_captured)
 
 
 class _Configured:
@@ -63,7 +52,6 @@ class _Configured:
             settings.enter_context(torch._dynamo.config.patch(DYNAMO))
             settings.enter_context(shapes_config.patch(use_duck_shape=False))  # type: ignore[attr-defined]
             settings.enter_context(capturing())
-            settings.enter_context(_quiet())
             try:
                 return self.callback(frame, *args, **kwargs)
             except ResumePrologueTracingError:

@@ -24,6 +24,12 @@ _OPERATORS: dict[Any, Callable[..., Any]] = {
     operator.imul: operator.mul,
     operator.itruediv: operator.truediv,
 }
+_IN_PLACE = frozenset("ipow imatmul ifloordiv imod iand ior ixor ilshift irshift".split())
+_OTHER_FORM = frozenset(
+    "eq ne lt le gt ge less less_equal greater greater_equal not_equal logical_and logical_or logical_xor logical_not "
+    "t transpose swapaxes swapdims squeeze unsqueeze resize set detach requires_grad".split()
+)
+"""Functions whose edit leaves another dtype, shape or tensor than they return."""
 _CONTEXTS = frozenset(
     "_set_grad_enabled _enter_autocast _exit_autocast _enter_inference_mode _exit_inference_mode".split()
 )
@@ -87,9 +93,13 @@ def _edited(node: Node) -> list[Node]:
         is_named = name.endswith("_") and not name.endswith("__")
         is_named &= getattr(node.target, "__module__", "") != "_operator"
         is_python = node.target in _OPERATORS or node.target is operator.setitem
-        is_python |= name in ("ipow", "imatmul", "ifloordiv", "imod")
-        edited = [*node.args[:1]] if is_python or is_named or _bound(node).get("inplace") is True else []
-    return [operand for operand in edited if isinstance(operand, Node)]
+        is_python |= name in _IN_PLACE
+        bound = _bound(node)
+        edited = [*node.args[:1]] if is_python or is_named or bound.get("inplace") is True else []
+        if name in ("embedding", "embedding_bag") and bound.get("max_norm") is not None:
+            edited = [bound.get("weight")]
+    flat = [each for operand in edited for each in (operand if isinstance(operand, (tuple, list)) else (operand,))]
+    return [operand for operand in flat if isinstance(operand, Node)]
 
 
 def _bound(node: Node) -> dict[str, Any]:
@@ -109,7 +119,7 @@ def _plain(node: Node) -> tuple[str, Any, tuple[Any, ...], dict[str, Any]] | Non
     name, target, first = name_of(node), node.target, value_of(node.args[0])  # type: ignore[arg-type]
     tensors = [value_of(x) for x in node.args if isinstance(x, Node)]
     dtypes = {x.dtype for x in tensors if isinstance(x, Tensor) and x.dim() and x.is_floating_point()}
-    if not isinstance(first, Tensor) or len(dtypes) > 1:
+    if not isinstance(first, Tensor) or len(dtypes) > 1 or "out" in node.kwargs or name.rstrip("_") in _OTHER_FORM:
         return None
     if target is operator.setitem:
         _, mask, number = node.args
@@ -126,7 +136,7 @@ def _plain(node: Node) -> tuple[str, Any, tuple[Any, ...], dict[str, Any]] | Non
     if _bound(node).get("inplace") is True:
         named = {key: value for key, value in _bound(node).items() if key not in ("inplace", "input", "x")}
         return "call_function", target, node.args[:1], named
-    plain = getattr(torch, name[:-1], None) or getattr(F, name[:-1], None)
+    plain = (getattr(torch, name[:-1], None) or getattr(F, name[:-1], None)) if name.endswith("_") else None
     return None if plain is None else ("call_function", plain, node.args, dict(node.kwargs))
 
 
@@ -228,6 +238,13 @@ def detach_no_grad(graph: Graph, is_enabled: bool) -> None:
     changes = [node for node in graph.nodes if name_of(node) == "_set_grad_enabled"]
     if not changes or not is_enabled or any(not isinstance(node.args[0], bool) for node in changes):
         return
+    blocks, is_on = list[Node](), True
+    for node in graph.nodes:
+        is_on = node.args[0] if node in changes else is_on
+        blocks += [node] if not is_on and node.op.startswith("call_") and node not in changes else []
+    if any(isinstance(value_of(node), Tensor) and value_of(node).requires_grad for node in blocks):
+        # Such a result is its operand itself, whose gradient goes on.
+        return
     inside, detached, is_on = set[Node](), dict[Node, Node](), True
     for node in list(graph.nodes):
         if node in changes:
@@ -268,7 +285,10 @@ def fold_sizes(graph: Graph) -> None:
             if None not in every:
                 _use(node, tuple(every))
         elif name in ("new_zeros", "new_ones", "new_full") and isinstance(value, Tensor):
-            rest = node.args[1 : -1 if name == "new_full" else None]
+            if "requires_grad" in node.kwargs:
+                continue
+            is_last = name == "new_full" and "fill_value" not in node.kwargs
+            rest = node.args[1 : -1 if is_last else None]
             size = node.kwargs.get("size", rest[0] if len(rest) == 1 and isinstance(rest[0], (tuple, list)) else rest)
             fill = (node.kwargs.get("fill_value", node.args[-1]),) if name == "new_full" else ()
             node.op, node.target, node.args = "call_function", getattr(torch, name[4:]), (size, *fill)

@@ -129,7 +129,7 @@ class Draft:
         self.reads: dict[Node, list[Node]] = {}
         self.sources: dict[str, tuple[Node, int]] = {}
         self.inputs: dict[tuple[Node, Domain | None], Symbol] = {}
-        self.titles: dict[str, Node] = {}
+        self.titles: dict[Node, str] = {}
 
     # Sizes -----------------------------------------------------------------------------------------------------------
 
@@ -185,6 +185,8 @@ class Draft:
         key = node, domain
         if key not in self.inputs:
             value = value_of(node)
+            if expression_of(value.shape[axis]) != self.mesh.nodes[row]:
+                raise self.tracer.stop("a size that neither edges nor their ends have")
             meta = self._meta(value, axis)
             others = (*meta.shape[:axis], *meta.shape[axis + 1 :])
             if any(self.tracer.domain_of_size(size) is not None for size in others):
@@ -196,10 +198,16 @@ class Draft:
         return self.inputs[key]
 
     def title(self, node: Node) -> str:
-        """Return the name of an input: that of an argument, a parameter or a buffer as users know it."""
-        found = _ARGUMENT.fullmatch(node.name) if node.op == "placeholder" else None
-        title = node.name if found is None else _INSIDE.sub(".", found[1]).removeprefix("self.")
-        return title if self.titles.setdefault(title, node) is node else node.name
+        """Return the name of an input, of which no other input has a form: that of an argument, parameter or buffer."""
+        if node not in self.titles:
+            found = _ARGUMENT.fullmatch(node.name) if node.op == "placeholder" else None
+            title = base = node.name if found is None else _INSIDE.sub(".", found[1]).removeprefix("self.")
+            count, taken = 1, {form for other in self.titles.values() for form in _forms(other)}
+            while taken & _forms(title):
+                count += 1
+                title = f"{base}_{count}"
+            self.titles[node] = title
+        return self.titles[node]
 
     def external(self, node: Node) -> Symbol:
         """Return a tensor that the rest of the graph computes.
@@ -369,6 +377,11 @@ class Draft:
         return Symbol.of(
             meta, symbol.number, symbol.rows, lead=symbol.lead, ids=symbol.ids, lift=symbol.lift, shared=symbol.shared
         )
+
+
+def _forms(title: str) -> set[str]:
+    """Return the names of the inputs that a title may give."""
+    return {title, f"{title}_i", f"{title}_j"}
 
 
 def _is_shared(value: Tensor) -> bool:

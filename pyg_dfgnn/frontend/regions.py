@@ -105,7 +105,7 @@ def _meshes(graph: Graph, ends: dict[Node, Ends]) -> dict[Node, Mesh]:
         found, dim = _reduces(node, ends), 0
         if found is not None:
             reduced.setdefault(found.edges, []).append(found.row)
-            dim = node.args[1]
+            dim = node.kwargs.get("dim", node.args[1] if len(node.args) > 1 else None)
         elif (place := gathered(node, ends)) is not None:
             found, dim = place
         if found is not None and isinstance(dim, int):

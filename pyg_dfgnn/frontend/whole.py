@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -21,6 +22,7 @@ from pyg_dfgnn.ops.relational.backend import KERNELS, backend, stored_reasons
 from pyg_dfgnn.ops.relational.program import selected
 from pyg_dfgnn.ops.relational.traced import Name
 
+_logger = logging.getLogger("pyg_dfgnn")
 _NODES, _EDGES = 10_000, 160_000
 """Numbers of rows that the lowering is asked for; the operator asks again with those of its graph."""
 
@@ -90,9 +92,12 @@ def compile_model(
     tensors = [value for value in example_inputs if isinstance(value, torch.Tensor)]
     devices = backend().devices
     if devices is None or any(tensor.device.type in devices for tensor in tensors):
-        graph, module = compiled(module, "torch.compile", Operator, derives=False)
-        for watcher in watchers:
-            watcher(graph)
+        try:
+            graph, module = compiled(module, "torch.compile", Operator, derives=False)
+            for watcher in watchers:
+                watcher(graph)
+        except Exception as error:
+            _logger.warning("a captured graph stays PyTorch's (%s: %s)", type(error).__name__, error)
     given = {key: value for key, value in (("mode", mode), ("options", options)) if value}
     run: Callable[..., Any] = inner(module, example_inputs, **given)
     return run

@@ -177,7 +177,10 @@ class Mark:
             return own(layer, *args, **kwargs)
         self.turn += 1
         forward.compiler.layer, forward.compiler.turn = layer, self.turn
-        result = forward.run(layer, *args, **kwargs)
+        try:
+            result = forward.run(layer, *args, **kwargs)
+        finally:
+            forward.compiler.layer = None
         if self.seen != len(forward.compiler.graphs):
             self.seen, self.is_left = len(forward.compiler.graphs), forward.is_left
             if self.is_left:

@@ -211,7 +211,12 @@ class Tracer(TorchFunctionMode):
 
     def _input(self, name: str, domain: Domain, shape: tuple[int, ...]) -> int:
         known = {value.attrs[0]: i for i, value in enumerate(self.builder.values) if value.op == "input"}
-        return known[name] if name in known else self.builder.input(name, domain, shape)
+        if name not in known:
+            return self.builder.input(name, domain, shape)
+        value = self.builder.values[known[name]]
+        if (value.domain, tuple(value.shape)) != (domain, tuple(shape)):
+            raise self.stop(f"two inputs of the name {name!r}")
+        return known[name]
 
     @property
     def has_autocast(self) -> bool:
