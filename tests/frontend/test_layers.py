@@ -5,7 +5,6 @@ import copy
 import pytest
 import torch
 
-from pyg_dfgnn.bench.cases import messages
 from tests.frontend.layers import EDGE, FUSED, LAYERS, PARTLY, TORCH, WIDTH
 from tests.frontend.marks import compile_layer
 
@@ -47,23 +46,3 @@ def test_layers_of_users_equal_pygs(name, captured):
     inside = sum(graph.counts[1] for graph in captured[:1])
     assert every and {FUSED: inside == every, PARTLY: 0 < inside < every, TORCH: inside == 0}[what]
     assert all(not region.reasons for graph in captured for region in graph.regions)
-
-
-@pytest.mark.parametrize("op", messages.LAYERS)
-def test_layers_of_the_bench_equal_pygs(op, captured):
-    case = messages.MessageCase.of(op, "16")
-    layer = case.module(torch.device("cpu"), torch.float64)
-    own = copy.deepcopy(layer)
-    compile_layer(layer)
-    for nodes, edges, training in SIZES:
-        x = torch.randn(nodes, 16).double().requires_grad_()
-        edge = None
-        if case.spec.edge:
-            shape = (edges, messages.EDGE) if case.spec.edge == "attr" else (edges,)
-            edge = (torch.rand(shape) + 0.1).double().requires_grad_()
-        args = case.arguments(torch.randint(0, nodes, (2, edges)), x, edge)
-        leaves = [x] if edge is None else [x, edge]
-        assert_equal(results(layer.train(training), leaves, args), results(own.train(training), leaves, args))
-    assert len(captured) <= 2, "a mode may compile anew, a size may not"
-    for graph in captured:
-        assert graph.regions and graph.counts[0] == graph.counts[1]

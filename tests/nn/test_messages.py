@@ -308,9 +308,12 @@ def test_whatever_a_message_does_the_answer_is_pygs(kind):
                 try:
                     results.append(each(X, EDGES))
                 except (RuntimeError, ValueError):
-                    results.append(kind)
-            assert results == ["mask"] * 2 or kind != "mask"
-            if kind != "mask":
+                    # Where the mask leaves out an edge, PyG's sum has too few rows.
+                    assert kind == "mask"
+                    results.append(None)
+            if None in results:
+                assert results == [None, None]
+            else:
                 torch.testing.assert_close(*results)
     assert layer.count == twin.count
     torch.testing.assert_close(layer.state_dict(), twin.state_dict())
