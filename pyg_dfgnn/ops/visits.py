@@ -3,7 +3,7 @@
 import threading
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
@@ -43,23 +43,24 @@ step = _Step()
 
 
 @contextmanager
-def refilled() -> Iterator[None]:
+def _during(fact: str) -> Iterator[None]:
+    """Let a fact of the step of this thread hold in the block."""
+    before = getattr(step, fact)
+    setattr(step, fact, True)
+    try:
+        yield
+    finally:
+        setattr(step, fact, before)
+
+
+def refilled() -> AbstractContextManager[None]:
     """Say that what is called in the block comes again with other edges in the same tensors: all of them are new."""
-    before, step.is_refilled = step.is_refilled, True
-    try:
-        yield
-    finally:
-        step.is_refilled = before
+    return _during("is_refilled")
 
 
-@contextmanager
-def capturing() -> Iterator[None]:
+def capturing() -> AbstractContextManager[None]:
     """Say that the forward of a layer is captured in the block: functions and aggregations in it are to be PyG's."""
-    before, step.is_captured = step.is_captured, True
-    try:
-        yield
-    finally:
-        step.is_captured = before
+    return _during("is_captured")
 
 
 # Marked constant: torch.compile runs this function while it traces and leaves nothing of it in the graph.
