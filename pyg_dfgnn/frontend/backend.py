@@ -253,7 +253,8 @@ def _written(
 ) -> Graph:
     """Return the graph in which each region is one call."""
     graph, copies, done = Graph(), dict[Node, Any](), set[Draft]()
-    compute, of_edges, derived, views = written_group(partition.graph, partition.derived, partition.ends)
+    groups = [written_group(partition.graph, group, partition.ends) for group in partition.groups]
+    views = set[Node]().union(*(group.views for group in groups))
 
     def copy(node: Node) -> None:
         if node in copies:
@@ -270,12 +271,16 @@ def _written(
         copies[node] = graph.node_copy(node, lambda x: copies[x])
 
     def derive() -> None:
-        for node in of_edges:
-            copy(node)
-        called = graph.call_function(_named(compute, "of_edges"), tuple(copies[node] for node in of_edges))
-        copies.update(dict.fromkeys(partition.derived - views))
-        for k, node in enumerate(derived):
-            copies[node] = graph.call_function(operator.getitem, (called, k))
+        for group in groups:
+            for node in group.arguments:
+                copy(node)
+            arguments = tuple(copies[node] for node in group.arguments)
+            called = graph.call_function(_named(group.compute, "of_edges"), arguments)
+            for k, node in enumerate(group.outputs):
+                copies[node] = graph.call_function(operator.getitem, (called, k))
+        # What only the groups read has no copy.
+        for node in partition.derived - views:
+            copies.setdefault(node, None)
 
     def place(draft: Draft) -> None:
         if draft in done:

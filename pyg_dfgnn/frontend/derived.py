@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import operator
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -23,9 +24,26 @@ _MOST_ENTRIES = 4
 _RESULTS = "results"
 
 
-def derived_nodes(graph: Graph, effects: Effects, ends: dict[Node, Ends]) -> set[Node]:
-    """Return what depends on edges, their weights without a gradient and sizes alone, if any of it is worth keeping."""
-    roots = _roots(graph) - effects.pinned
+def derived_nodes(graph: Graph, effects: Effects, ends: dict[Node, Ends]) -> list[set[Node]]:
+    """Return what depends on edges and sizes alone, and then what also reads weights of edges without a gradient.
+
+    Either is left out where nothing of it is worth keeping. Selections by masks of the first become selections by
+    positions, for which the host does not wait.
+    """
+    edges, weights = _roots(graph)
+    if not effects.pinned:
+        _find_positions(graph, _members(graph, effects, edges, ends, set()))
+    every = _worth_keeping(graph, effects, edges | weights, ends)
+    if effects.pinned & every:
+        # Edits keep their order.
+        return [every]
+    first = _worth_keeping(graph, effects, edges, ends) & every
+    return [group for group in (first, every - first) if group]
+
+
+def _worth_keeping(graph: Graph, effects: Effects, roots: set[Node], ends: dict[Node, Ends]) -> set[Node]:
+    """Return what depends on roots alone and is more than views and constants, with all that it reads."""
+    roots = roots - effects.pinned
     members = _members(graph, effects, roots, ends, set())
     if not effects.pinned <= members:
         members = _members(graph, effects, roots, ends, effects.pinned)
@@ -45,10 +63,44 @@ def derived_nodes(graph: Graph, effects: Effects, ends: dict[Node, Ends]) -> set
     return group
 
 
-def _roots(graph: Graph) -> set[Node]:
-    """Return the arguments that are edges, numbers for each edge without a gradient, and sizes."""
+def _find_positions(graph: Graph, members: set[Node]) -> None:
+    """Let rows be selected by the positions of a mask of the edges, which are found once for edges that stay."""
+    found: dict[Node, Node] = {}
+    for node in list(graph.nodes):
+        if node.target is not operator.getitem or len(node.args) != 2:
+            continue
+        _, index = node.args
+        parts = index if isinstance(index, tuple) else (index,)
+        nodes = [x for x in parts if isinstance(x, Node)]
+        if len(nodes) != 1 or any(not isinstance(x, (slice, Node)) for x in parts):
+            continue
+        mask = nodes[0]
+        if mask not in members or not _is_mask(mask):
+            continue
+        if mask not in found:
+            with graph.inserting_after(mask):
+                found[mask] = graph.call_function(_positions, (mask,))
+            like = value_of(node)
+            size = like.shape[parts.index(mask)]
+            found[mask].meta["example_value"] = like.new_empty((size,), dtype=torch.int64)
+            found[mask].stack_trace = mask.stack_trace
+        node.replace_input_with(mask, found[mask])
+
+
+def _is_mask(node: Node) -> bool:
+    value = value_of(node)
+    return isinstance(value, Tensor) and value.dtype is torch.bool and value.dim() == 1
+
+
+def _positions(mask: Tensor) -> Tensor:
+    """Return where a mask is set."""
+    return mask.nonzero().view(-1)
+
+
+def _roots(graph: Graph) -> tuple[set[Node], set[Node]]:
+    """Return the arguments that are edges and sizes, and those that are numbers of each edge without a gradient."""
     arguments = [node for node in graph.nodes if node.op == "placeholder"]
-    roots, counts = set[Node](), set[Any]()
+    roots, weights, counts = set[Node](), set[Node](), set[Any]()
     for node in arguments:
         value = value_of(node)
         is_list = isinstance(value, Tensor) and value.dim() == 2 and value.dtype in (torch.int64, torch.int32)
@@ -61,8 +113,8 @@ def _roots(graph: Graph) -> set[Node]:
         value = value_of(node)
         is_weight = isinstance(value, Tensor) and 0 < value.dim() < 3 and not value.requires_grad
         if is_weight and expression_of(value.shape[0]) in counts:
-            roots.add(node)
-    return roots
+            weights.add(node)
+    return roots, weights
 
 
 def _views(group: set[Node], ends: dict[Node, Ends]) -> set[Node]:
@@ -173,10 +225,24 @@ def _states(values: Sequence[Any]) -> list[Any]:
     return [(value._version, value.requires_grad) for value in values if isinstance(value, Tensor)]
 
 
-def written_group(
-    graph: Graph, group: set[Node], ends: dict[Node, Ends]
-) -> tuple[EdgeDerived, list[Node], list[Node], set[Node]]:
-    """Return what computes a group, the nodes that it is called with and returns, and those that are made again."""
+class Group(NamedTuple):
+    """What computes nodes that depend on the edges alone.
+
+    Attributes:
+        compute: The function.
+        arguments: The nodes that it is called with.
+        outputs: Those that it returns.
+        views: Those of the group that are made again in each call.
+    """
+
+    compute: EdgeDerived
+    arguments: list[Node]
+    outputs: list[Node]
+    views: set[Node]
+
+
+def written_group(graph: Graph, group: set[Node], ends: dict[Node, Ends]) -> Group:
+    """Return what computes the nodes of a group."""
     views = _views(group, ends)
     own, copies = Graph(), dict[Node, Node]()
     arguments = [x for x in graph.nodes if x not in group and any(user in group for user in x.users)]
@@ -187,4 +253,4 @@ def written_group(
         if node in group:
             copies[node] = own.node_copy(node, lambda x: copies[x])
     own.output([copies[node] for node in outputs])
-    return EdgeDerived(GraphModule({}, own).forward), arguments, outputs, views
+    return Group(EdgeDerived(GraphModule({}, own).forward), arguments, outputs, views)

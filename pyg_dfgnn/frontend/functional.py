@@ -122,11 +122,17 @@ def _plain(node: Node) -> tuple[str, Any, tuple[Any, ...], dict[str, Any]] | Non
     if not isinstance(first, Tensor) or len(dtypes) > 1 or "out" in node.kwargs or name.rstrip("_") in _OTHER_FORM:
         return None
     if target is operator.setitem:
-        _, mask, number = node.args
-        like = value_of(mask) if isinstance(mask, Node) else None
-        is_mask = isinstance(like, Tensor) and like.dtype is torch.bool and like.dim() == first.dim()
-        fills = is_mask and isinstance(number, (int, float))
-        return ("call_method", "masked_fill", tuple(node.args), {}) if fills else None
+        _, place, number = node.args
+        like = value_of(place) if isinstance(place, Node) else None
+        if not isinstance(like, Tensor):
+            return None
+        if like.dtype is torch.bool and like.dim() == first.dim() and isinstance(number, (int, float)):
+            return "call_method", "masked_fill", node.args, {}
+        rows = value_of(number) if isinstance(number, Node) else None
+        if like.dtype is not torch.int64 or not isinstance(rows, Tensor):
+            return None
+        is_alike = rows.dtype is first.dtype and rows.device == first.device
+        return ("call_function", _put, node.args, {}) if is_alike else None
     if target in _OPERATORS:
         return "call_function", _OPERATORS[target], node.args, dict(node.kwargs)
     if node.op == "call_method" and name.endswith("_"):
@@ -185,6 +191,11 @@ def functionalise(graph: Graph) -> Effects:
         if is_ordered or node in pinned or any(x in pinned for x in node.all_input_nodes):
             before[node], last = last, node
     return Effects(before, impure, pinned, context)
+
+
+def _put(value: Tensor, index: Tensor, rows: Tensor) -> Tensor:
+    """Return a value with other rows at an index."""
+    return value.index_put((index,), rows)
 
 
 def _final(value: Any) -> Any:

@@ -137,6 +137,8 @@ class Partition:
         kept: Region -> its nodes in their order.
         outputs: Region -> the nodes that something outside of it reads.
         reasons: What of the edges stays torch's, with the line that asks for it.
+        groups: What depends on the edges alone, in the order in which it is computed.
+        derived: All nodes of these groups.
         gathers: Numbers of gathers and reductions by ends of edges: all, and those inside of regions.
     """
 
@@ -153,7 +155,8 @@ class Partition:
         self.ends = _find_ends(graph)
         self.meshes = {} if self.effects.context else _meshes(graph, self.ends)
         derives &= not self.effects.context
-        self.derived = derived_nodes(graph, self.effects, self.ends) if derives else set()
+        self.groups = derived_nodes(graph, self.effects, self.ends) if derives else []
+        self.derived = set[Node]().union(*self.groups)
         self.forced: set[Node] = set(self.derived)
         for node in self.derived:
             node.meta["derived"] = True

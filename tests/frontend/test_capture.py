@@ -272,6 +272,28 @@ def test_what_depends_on_edges_alone_is_computed_once_for_edges_that_stay(x, edg
     assert len(computed) == 4 and len(captured) == 1
 
 
+class OwnNorm(torch_geometric.nn.SSGConv):
+    """A layer whose forward adds self-loops to weighted edges, which it selects by masks, and norms them."""
+
+
+@pytest.mark.parametrize("learns", [False, True])
+def test_masks_of_edges_that_stay_are_counted_once(x, edge_index, learns):
+    layer = compile_layer(OwnNorm(CHANNELS, CHANNELS, alpha=0.1, K=2).double())
+    own = release_layer(copy.deepcopy(layer))
+    edge_index[:, 3] = edge_index[0, 3]
+    for turn in range(3):
+        weight = torch.rand(EDGES, dtype=torch.float64, requires_grad=learns)
+        leaves = [each for each in (weight, *layer.parameters()) if each.requires_grad]
+        with torch.profiler.profile() as profile:
+            out = layer(x, edge_index, weight)
+            gradients = torch.autograd.grad(out.sin().sum(), leaves)
+        waits = sum(event.count for event in profile.key_averages() if event.key == "aten::nonzero")
+        assert (waits > 0) == (turn == 0)
+        want = own(x, edge_index, weight)
+        leaves = [each for each in (weight, *own.parameters()) if each.requires_grad]
+        torch.testing.assert_close([out, *gradients], [want, *torch.autograd.grad(want.sin().sum(), leaves)])
+
+
 class Edited(Normed):
     """A layer whose user edits what it has made of the edges."""
 
