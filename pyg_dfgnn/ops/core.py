@@ -483,7 +483,7 @@ class Op:
             for value in statement.inputs:
                 tensor = by_name[value.name]
                 if tensor is not None and value.shape == ("H", "C") and tensor.dim() == 2 and value.domain != "whole":
-                    by_name[value.name] = tensor.unflatten(1, (heads, tensor.shape[1] // heads))
+                    by_name[value.name] = tensor.reshape(tensor.shape[0], heads, tensor.shape[1] // heads)
         if shared:
             by_name["target"] = by_name["value"]
         numbers_by_name = {number.name: float(value) for number, value in zip(statement.numbers, numbers, strict=True)}

@@ -122,6 +122,18 @@ def test_convs_on_edges_that_are_new_in_each_step(name):
     compare(name, "cpu", emulated_device)
 
 
+@needs_compiler
+@pytest.mark.parametrize("name", ["PNA", "Transformer-edges", "GCN"])
+def test_convs_compile_whole_under_a_default_device(name):
+    make, edge_dim = CONVS[name]
+    x, edge_index, edge_attr = next(iter(batches(edge_dim)))
+    rest = [] if edge_attr is None else [edge_attr]
+    conv = pyg_dfgnn.accelerate(make())
+    with emulated_device(), torch.device("cpu"):
+        out = torch.compile(conv, backend="aot_eager", fullgraph=True)(x, edge_index, *rest)
+    torch.testing.assert_close(out, conv(x, edge_index, *rest))
+
+
 @pytest.mark.cuda
 @pytest.mark.parametrize("is_left", [False, True], ids=["many edges", "few edges"])
 @pytest.mark.parametrize("name", CONVS)

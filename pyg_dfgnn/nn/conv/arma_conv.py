@@ -61,7 +61,7 @@ class ARMAConv(NormalizedConv, conv.ARMAConv):
                 bias = None if self.bias is None else self.bias[place].flatten()
                 root = _product(F.dropout(x, p=self.dropout) if drops else x, self.root_weight[place], bias)
             # As PyG's, whose first dimension is that of the stacks: the activation may read any of them.
-            out = (self._aggregate(sent, out) + root).unflatten(1, (self.num_stacks, -1)).transpose(0, 1)
+            out = (self._aggregate(sent, out) + root).view(-1, self.num_stacks, self.out_channels).transpose(0, 1)
             if self.act is not None:
                 out = self.act(out.contiguous())
         # A result of its own, which may be edited.

@@ -114,7 +114,7 @@ class PNAConv(AggregationConv, conv.PNAConv):
         shifts = {"sum": degrees, "var": torch.zeros_like(degrees), "std": torch.zeros_like(degrees)}
         shift = torch.stack([shifts.get(name, has_edges) for name in names], dim=1).to(out.dtype)
         out = torch.addcmul(out, shift.unsqueeze(2), _products(rows, to_target).to(out.dtype).unsqueeze(1))
-        return out.unflatten(2, (self.towers, self.F_in)).transpose(1, 2).flatten(2)
+        return out.view(-1, len(names), self.towers, self.F_in).transpose(1, 2).flatten(2)
 
 
 def _products(rows: Tensor, weights: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -138,8 +138,9 @@ def _scaled_layer(nn: Sequence[Any], x: Tensor, stats: Tensor, factors: Tensor) 
     """
     first, *further = nn
     to_x, to_stats = first.weight.split([x.size(1), first.weight.size(1) - x.size(1)], dim=1)
-    by_factor = to_stats.unflatten(1, (factors.size(1), stats.size(1))).transpose(0, 1).flatten(0, 1)
-    parts = F.linear(stats, by_factor).unflatten(1, (factors.size(1), -1))
+    count, outputs = factors.size(1), to_stats.size(0)
+    by_factor = to_stats.reshape(outputs, count, stats.size(1)).transpose(0, 1).flatten(0, 1)
+    parts = F.linear(stats, by_factor).view(-1, count, outputs)
     out = F.linear(x, to_x, first.bias) + (parts * factors.unsqueeze(2)).sum(dim=1)
     for layer in further:
         out = layer(out)

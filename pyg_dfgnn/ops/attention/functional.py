@@ -272,7 +272,7 @@ def dot_attention(
         if shares_edge_rows(DOT, *weight.shape):
             projections: Sequence[Tensor] = (query, key, value)
             if heads is not None:
-                projections = tuple(x.unflatten(1, weight.shape[:2]) if x.dim() == 2 else x for x in projections)
+                projections = tuple(x.reshape(x.shape[0], *weight.shape[:2]) if x.dim() == 2 else x for x in projections)
             return _dot_on_edge_rows(graph, projections, rows, weight, numbers, concat, return_weights)
         edge = torch.einsum("ed,hcd->ehc", rows, weight)
     tensors = (query, key, value, None, None, None, edge, None)
@@ -289,7 +289,7 @@ def _edge_matrix(value: Any, edge_attr: Any, edge_weight: Any, heads: int | None
     heads = value.shape[1] if heads is None else heads
     width, edge_channels = value.shape[1:].numel(), edge_attr.shape[1]
     check_shape("edge_weight", edge_weight, (width, edge_channels), f"[H * C={width}, D={edge_channels}]")
-    weight = edge_weight.unflatten(0, (heads, width // heads if heads else 0))
+    weight = edge_weight.reshape(heads, width // heads if heads else 0, edge_channels)
     return weight.to(value.dtype), edge_attr
 
 
