@@ -150,7 +150,7 @@ class Mark:
 
     def call(self, layer: Any, own: Callable[..., Any], forwards: _Forwards, args: Any, kwargs: Any) -> Any:
         """Return what a call of the forward returns."""
-        edges, values = None, (*args, *kwargs.values()) if kwargs else args
+        edges, has_others, values = None, False, (*args, *kwargs.values()) if kwargs else args
         for value in values:
             if type(value) is Tensor:
                 if edges is None and value.dim() == 2 and value.size(0) == 2 and not value.is_floating_point():
@@ -159,6 +159,8 @@ class Mark:
                 args = tuple(_plain(layer, value) for value in args)
                 kwargs = {name: _plain(layer, value) for name, value in kwargs.items()}
                 return self.call(layer, own, forwards, args, kwargs)
+            elif value is not None:
+                has_others = True
         if not current().compile_messages or is_refilled():
             return own(layer, *args, **kwargs)
         count = edges.size(1) if edges is not None and may_be_few(edges) else None
@@ -175,6 +177,8 @@ class Mark:
         if reasons:
             report_fallback(self.kind.__name__, reasons)
             return own(layer, *args, **kwargs)
+        if has_others:
+            args, kwargs = _of_any_size(args), _of_any_size(kwargs)
         self.turn += 1
         forward.compiler.layer, forward.compiler.turn = layer, self.turn
         try:
@@ -247,6 +251,16 @@ def _wrapped(own: Callable[..., Any], kind: type) -> Callable[..., Any]:
 def _plain(layer: Any, value: Any) -> Any:
     """Return an argument of a forward: in place of a `Graph` its edges, by which programs find it again."""
     return edges_in_flow(value, layer.flow) if isinstance(value, Graph) else value
+
+
+def _of_any_size(value: Any) -> Any:
+    """Return arguments with views in place of parameters, whose sizes TorchDynamo takes for fixed."""
+    kind = type(value)
+    if kind is torch.nn.Parameter:
+        return value.view_as(value)
+    if kind is dict:
+        return {name: _of_any_size(part) for name, part in value.items()}
+    return kind(map(_of_any_size, value)) if kind in (tuple, list) else value
 
 
 def _device_of(values: Iterable[Any]) -> tuple[torch.device | None, str | None]:

@@ -77,6 +77,16 @@ def test_other_numbers_of_nodes_and_edges_compile_nothing_anew(captured):
     assert len(captured) == 1
 
 
+def test_learnt_features_are_captured_for_any_number_of_nodes(captured):
+    layer = compile_layer(GatedGCN(CHANNELS).double())
+    own = release_layer(copy.deepcopy(layer))
+    for nodes in (40, 41, 8):
+        table, edge_index = torch.nn.Parameter(torch.randn(nodes, CHANNELS).double()), torch.randint(0, nodes, (2, 70))
+        gradients = [torch.autograd.grad(each(table, edge_index).sum(), table) for each in (layer, own)]
+        torch.testing.assert_close(*gradients)
+    assert len(captured) == 1 and captured[0].regions
+
+
 @pytest.mark.parametrize("nodes, edges", [(5, 0), (1, 4), (5, 1), (1, 1)])
 def test_few_rows_are_right(nodes, edges):
     layer = compile_layer(GatedGCN(CHANNELS).double())

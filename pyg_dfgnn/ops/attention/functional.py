@@ -272,7 +272,8 @@ def dot_attention(
         if shares_edge_rows(DOT, *weight.shape):
             projections: Sequence[Tensor] = (query, key, value)
             if heads is not None:
-                projections = tuple(x.reshape(x.shape[0], *weight.shape[:2]) if x.dim() == 2 else x for x in projections)
+                heads_of = weight.shape[:2]
+                projections = tuple(x.reshape(x.shape[0], *heads_of) if x.dim() == 2 else x for x in projections)
             return _dot_on_edge_rows(graph, projections, rows, weight, numbers, concat, return_weights)
         edge = torch.einsum("ed,hcd->ehc", rows, weight)
     tensors = (query, key, value, None, None, None, edge, None)
