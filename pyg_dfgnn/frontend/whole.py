@@ -69,7 +69,8 @@ def _reasons(region: Region) -> list[str]:
         steps.append(lower(selected(Passes().run(program, sizes, program.features), gradients), gradients))
     except lanes.Refusal as refusal:
         return [str(refusal)]
-    return [reason for each in steps for reason in stored_reasons(each.edge_rows)]
+    # How many edges there will be is not known.
+    return [reason for each in steps for reason in stored_reasons(each, 0)]
 
 
 def compile_model(

@@ -383,4 +383,4 @@ def lowered(
         return None, [str(refusal)]
     if steps.edge_rows and takes_chunks(program, sizes, wrt, ALL_PASSES):
         return steps, []
-    return steps, stored_reasons(steps.edge_rows)
+    return steps, stored_reasons(steps, sizes[E])

@@ -529,8 +529,8 @@ def test_weights_that_much_arithmetic_makes_of_edges_are_made_once(dtype, monkey
     assert_all_close(dict(zip(names, zip(*found, strict=True), strict=True)), op="relational")
 
 
-def test_rows_of_edges_that_are_mapped_are_left_to_pyg():
-    """Kernels would store what a second map reads, as PyG does, and are no faster then."""
+def test_rows_of_few_edges_that_are_mapped_are_left_to_pyg():
+    """Kernels would store what a second map reads, as PyG does, and the host takes as long for them."""
     case, graph = CASES["EdgeConv"], ZOO["self-loops"]()
     layer, marked = twins(case.make)
     expected = outputs_and_gradients(layer, case, graph)

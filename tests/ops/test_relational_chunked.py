@@ -1,4 +1,4 @@
-"""Programs that make rows of edges in chunks: numbers and gradients of the whole, in less memory."""
+"""Programs that make rows of edges, of all at once and in chunks: numbers and gradients, and the memory of chunks."""
 
 import math
 
@@ -10,7 +10,7 @@ from torch_geometric.nn import conv as pyg
 from torch_geometric.utils import softmax
 
 import pyg_dfgnn
-from pyg_dfgnn.ops.relational import chunked
+from pyg_dfgnn.ops.relational import backend, chunked
 from pyg_dfgnn.settings import local_settings
 from tests.emu import needs_compiler
 from tests.kernels.emulated import emulated_device
@@ -83,12 +83,28 @@ class Attention(MessagePassing):
         return hidden * share.view(-1, 1)
 
 
+class Gates(MessagePassing):
+    """Two networks on the same rows."""
+
+    def __init__(self):
+        super().__init__(aggr="add")
+        self.gate, self.net = mlp(2 * F), mlp(2 * F)
+
+    def forward(self, x, edge_index, edge_attr):
+        return self.propagate(edge_index, x=x)
+
+    def message(self, x_i, x_j):
+        both = torch.cat([x_i, x_j], dim=-1)
+        return torch.sigmoid(self.gate(both)) * self.net(both)
+
+
 LAYERS = {
     "filter": Filter,
     "block": Block,
     "attention": Attention,
     "shifted": Shifted,
     "edge_conv": lambda: pyg.EdgeConv(mlp(2 * F)),
+    "gates": Gates,
 }
 
 
@@ -124,6 +140,20 @@ def counted(monkeypatch):
 @pytest.mark.parametrize("kind", ["random", "sorted", "hub"])
 @pytest.mark.parametrize("name", LAYERS)
 def test_numbers_and_gradients_are_pygs(name, kind, counted):
+    compare(name, kind)
+    assert len(counted) > 2
+
+
+@needs_compiler
+@pytest.mark.parametrize("kind", ["random", "hub"])
+@pytest.mark.parametrize("name", LAYERS)
+def test_numbers_and_gradients_of_all_edges_at_once_are_pygs(name, kind, monkeypatch):
+    monkeypatch.setattr(backend, "_STORED_NUMBERS", 0)
+    assert "relational_traversal" in compare(name, kind)
+
+
+def compare(name, kind):
+    """Compare a layer and its gradients with PyG's in float64; return the kernels that ran."""
     torch.manual_seed(0)
     layer, edge_index = LAYERS[name](), edges(kind)
     x, edge_attr = torch.randn(NODES, F), torch.randn(EDGES, EDGE)
@@ -132,14 +162,15 @@ def test_numbers_and_gradients_are_pygs(name, kind, counted):
     want = results(layer.double(), twins[0], edge_index, twins[1], out_grad)
     layer = pyg_dfgnn.accelerate(nn.ModuleList([layer.float()]))[0]
     leaves = [tensor.requires_grad_() for tensor in (x, edge_attr)]
-    with emulated_device():
+    with emulated_device() as launched:
         for _ in range(3):
             got = results(layer, leaves[0], edge_index, leaves[1], out_grad)
-    assert len(counted) > 2 and got.keys() == want.keys()
+    assert got.keys() == want.keys()
     for place in want:
         # The gradient of what is added to all logits is zero.
         most = want[place].abs().max().clamp(min=1)
         torch.testing.assert_close(got[place].double(), want[place], rtol=1e-4, atol=1e-5 * most)
+    return launched
 
 
 @needs_compiler

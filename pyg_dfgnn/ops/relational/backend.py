@@ -18,7 +18,7 @@ from pyg_dfgnn.ir.lanes import Refusal
 from pyg_dfgnn.ir.lowering import lower
 from pyg_dfgnn.ir.program import Program
 from pyg_dfgnn.ir.rows import Rows
-from pyg_dfgnn.ir.steps import Buffer
+from pyg_dfgnn.ir.steps import Lowered
 from pyg_dfgnn.ops.families import Match, match
 from pyg_dfgnn.ops.relational.chunked import chunked_of
 from pyg_dfgnn.ops.relational.program import ALL_PASSES, Prepared, prepared_for
@@ -136,10 +136,17 @@ def dtype_of(inputs: Mapping[str, Tensor]) -> torch.dtype:
     return next(tensor.dtype for tensor in inputs.values() if tensor.is_floating_point())
 
 
-def stored_reasons(buffers: Sequence[Buffer]) -> list[str]:
-    """Return the reason of rows that kernels would store for every edge, which PyG's path does as fast."""
-    names = ", ".join(f"{buffer.name} : {buffer.domain}{list(buffer.shape)}" for buffer in buffers)
-    return [f"rows of edges are mapped, which kernels would store ({names})"] if buffers else []
+_STORED_NUMBERS = 1 << 25
+"""Numbers in the widest rows of edges from which the device works longer than the host launches."""
+
+
+def stored_reasons(steps: Lowered, num_edges: int) -> list[str]:
+    """Return the reason of rows that steps would store for every edge, where PyG's path does that as fast."""
+    rows = steps.edge_rows
+    if not rows or num_edges * max(prod(buffer.shape) for buffer in rows) >= _STORED_NUMBERS:
+        return []
+    names = ", ".join(f"{buffer.name} : {buffer.domain}{list(buffer.shape)}" for buffer in rows)
+    return [f"rows of edges are mapped, which kernels would store, of few edges ({names})"]
 
 
 def _kernels_for(
@@ -149,10 +156,10 @@ def _kernels_for(
     if family is not None:
         return lambda rows, inputs: {outputs[0]: family.run(rows.graph, inputs)}
     prepared = prepared_for(program, rows, inputs, outputs)
-    edge_rows = prepared.lowered.edge_rows if isinstance(prepared, Prepared) else ()
-    if not isinstance(prepared, Prepared) or not edge_rows:
+    if not isinstance(prepared, Prepared) or not prepared.lowered.edge_rows:
         return prepared
-    return chunked_of(prepared, rows, dtype_of(inputs)) or stored_reasons(edge_rows)
+    chunked = chunked_of(prepared, rows, dtype_of(inputs))
+    return chunked or stored_reasons(prepared.lowered, rows.sizes[E]) or prepared
 
 
 KERNELS = Backend(_kernels_for, fused_device_types)

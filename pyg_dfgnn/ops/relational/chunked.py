@@ -27,7 +27,7 @@ from pyg_dfgnn.ops.eager import apply_of, differentiable, unpack_saved
 from pyg_dfgnn.ops.relational.program import Prepared, again, apply, rows_of
 from pyg_dfgnn.settings import current
 
-_CHUNK, _LEAST_EDGES = 1 << 24, 1 << 12
+_CHUNK, _LEAST_EDGES = 1 << 26, 1 << 12
 """Numbers that are stored for the edges of a chunk, forward and backward, and the fewest edges of one."""
 
 
