@@ -6,7 +6,8 @@ import inspect
 from typing import Any
 
 import torch
-from torch import nn
+import torch_geometric.nn as pyg
+from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch_geometric.nn import MessagePassing
 from torch_geometric.nn import conv as upstream
@@ -14,19 +15,28 @@ from torch_geometric.nn import conv as upstream
 from pyg_dfgnn.distributed.group import Group
 from pyg_dfgnn.distributed.norm import SyncBatchNorm
 from pyg_dfgnn.distributed.partition import PartitionedGraph
+from pyg_dfgnn.graph.ends import PartitionedEdges
 
-# These convs take a pair of node sets or a single set. Others may read more of a source than its features, such as its
-# degree in the whole graph.
-PAIR = (upstream.GATConv, upstream.GATv2Conv, upstream.TransformerConv)
+PAIR = (
+    *(upstream.GATConv, upstream.GATv2Conv, upstream.TransformerConv, upstream.SAGEConv, upstream.GINConv),
+    *(upstream.GINEConv, upstream.GraphConv, upstream.ResGatedGraphConv, upstream.RGCNConv, upstream.FastRGCNConv),
+    upstream.FiLMConv,
+)
+"""Convs that read of a source its features alone, and take a pair of node sets: the halo comes with the sources."""
 SINGLE = (upstream.AGNNConv,)
+"""Convs that read of a source its features alone, of one set of nodes, whose rows of the halo are dropped again."""
+_WHOLE = (pyg.GraphNorm, pyg.InstanceNorm, pyg.PairNorm, pyg.MeanSubtractionNorm, pyg.DiffGroupNorm, pyg.GPSConv)
+"""Modules that reduce over all nodes of a graph."""
 
 
 def wrap(model: nn.Module, group: Group, stream: torch.cuda.Stream | None = None) -> nn.Module:
     """Make a model train on several processes: gradients are averaged, batch statistics are those of all nodes.
 
-    The model may be called with a :class:`PartitionedGraph` in place of `edge_index`; each conv then fetches the halo
-    of its input first. Parameter names, checkpoints and calls with a tensor `edge_index` do not change. The same
-    parameters must take part in each step.
+    The model may be called with a :class:`PartitionedGraph` in place of `edge_index`. Convs that take a pair of node
+    sets then fetch the halo of their input first, and run on kernels; the code of all others gets
+    :class:`~pyg_dfgnn.graph.ends.PartitionedEdges`, with which it fetches whatever it gathers from sources. Parameter
+    names, checkpoints and calls with a tensor `edge_index` do not change. The same parameters must take part in each
+    step.
 
     Args:
         model: Model on the group's device, changed in place.
@@ -34,15 +44,18 @@ def wrap(model: nn.Module, group: Group, stream: torch.cuda.Stream | None = None
         stream: Stream on which the steps will be captured as CUDA graphs; None: they will not be captured.
 
     Returns:
-        The module to call in training: `model` under DistributedDataParallel, or `model` itself in a group of one.
+        The module to call in training: `model` under DistributedDataParallel, or `model` itself in a group of one and
+        where nothing is trained.
 
     Raises:
-        TypeError: The model has another batch norm than BatchNorm1d, or a conv that cannot take a partitioned graph is
-            called with one.
+        TypeError: The model has another batch norm than BatchNorm1d, or is called with a partitioned graph and has a
+            module that reduces over all nodes or edges.
     """
+    if _opened not in model._forward_pre_hooks.values():
+        model.register_forward_pre_hook(_opened, with_kwargs=True)
     for module in model.modules():
         if isinstance(module, MessagePassing) and not hasattr(module, "halo"):
-            halo = module.halo = _Halo(inspect.signature(type(module).forward))
+            halo = module.halo = _Halo(module)
             module.register_forward_pre_hook(halo.fetch, with_kwargs=True)
             module.register_forward_hook(halo.drop)
     if group.size == 1:
@@ -52,6 +65,8 @@ def wrap(model: nn.Module, group: Group, stream: torch.cuda.Stream | None = None
             module.__class__ = SyncBatchNorm
         elif isinstance(module, nn.modules.batchnorm._BatchNorm) and not isinstance(module, SyncBatchNorm):
             raise TypeError(f"'model' needs BatchNorm1d on several processes (got {type(module).__name__})")
+    if not any(parameter.requires_grad for parameter in model.parameters()):
+        return model
     ids = [group.device] if group.device.type == "cuda" else None
     # With static_graph, the first step finds unused parameters, such as PyG's `lin_skip` without root weight.
     # Gradients are copied to the buckets on the current stream of this call.
@@ -66,26 +81,54 @@ def wrap(model: nn.Module, group: Group, stream: torch.cuda.Stream | None = None
     return parallel
 
 
+def _opened(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Give the code of a model the edges of a partitioned graph as a tensor."""
+    graphs = [each for each in (*args, *kwargs.values()) if isinstance(each, PartitionedGraph)]
+    if not graphs:
+        return None
+    if graphs[0].group.size > 1:
+        for module in model.modules():
+            if isinstance(module, _WHOLE) or (isinstance(module, pyg.LayerNorm) and module.mode == "graph"):
+                raise TypeError(f"'model' needs modules that read no whole graph (got {type(module).__name__})")
+            if isinstance(module, pyg.ChebConv) and module.normalization == "sym":
+                raise TypeError("'model' needs no largest eigenvalue of a whole graph (got ChebConv)")
+
+    def edges(value: Any) -> Any:
+        return value.edges if isinstance(value, PartitionedGraph) else value
+
+    return tuple(map(edges, args)), {name: edges(value) for name, value in kwargs.items()}
+
+
+def _part_of(value: Any) -> PartitionedGraph | None:
+    """Return the graph whose edges a value is, as they are."""
+    if isinstance(value, PartitionedEdges):
+        return value.part if value.is_whole else None  # type: ignore[return-value]
+    return value if isinstance(value, PartitionedGraph) else None
+
+
 class _Halo:
     """Hooks of a conv that is called with a partitioned graph."""
 
-    def __init__(self, signature: inspect.Signature) -> None:
-        self.signature = signature
+    def __init__(self, conv: MessagePassing) -> None:
+        kind = type(conv)
+        self.signature = inspect.signature(kind.forward)
+        # A class of a user's own may read more of a source than its features.
+        is_known = kind.__module__.split(".")[0] in ("torch_geometric", "pyg_dfgnn") and conv.flow == "source_to_target"
+        self.is_pair, self.is_single = (is_known and isinstance(conv, kinds) for kinds in (PAIR, SINGLE))
         self.targets: int | None = None
 
     def fetch(self, conv: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if not any(isinstance(argument, PartitionedGraph) for argument in (*args, *kwargs.values())):
+        if not any(isinstance(each, (PartitionedGraph, PartitionedEdges)) for each in (*args, *kwargs.values())):
             return None
-        if not isinstance(conv, (*PAIR, *SINGLE)):
-            known = ", ".join(kind.__name__ for kind in (*PAIR, *SINGLE))
-            raise TypeError(f"'model' needs convs among {known} on a partitioned graph (got {type(conv).__name__})")
         call = self.signature.bind(conv, *args, **kwargs)
-        x, graph = call.arguments["x"], call.arguments["edge_index"]
+        graph, x = _part_of(call.arguments.get("edge_index")), call.arguments.get("x")
+        if graph is None or not isinstance(x, Tensor) or not (self.is_pair or self.is_single):
+            return _opened(conv, args, kwargs)
         sources = graph.exchange(x)
-        if isinstance(conv, SINGLE):
-            # The halo is a target without in-edges, whose rows of the result are dropped.
+        if self.is_single:
+            # The halo is a target without in-edges.
             self.targets = graph.num_nodes
-        call.arguments["x"] = sources if isinstance(conv, SINGLE) else (sources, x)
+        call.arguments["x"] = (sources, x) if self.is_pair else sources
         call.arguments["edge_index"] = graph.edge_index
         return call.args[1:], call.kwargs
 

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 from torch_geometric.data import Data
 
 from pyg_dfgnn.distributed.group import Group
 from pyg_dfgnn.errors import as_integer, check_range, check_shape
+from pyg_dfgnn.graph.ends import PartitionedEdges
 from pyg_dfgnn.graph.forms import check_edge_index
 
 
@@ -34,6 +34,7 @@ class PartitionedGraph:
         send_index: Own nodes that other processes need, int64, by receiving process.
         send_counts: Number of rows sent to each process.
         receive_counts: Number of rows received from each process.
+        kept: What is computed once for the part, by name.
     """
 
     group: Group
@@ -44,6 +45,7 @@ class PartitionedGraph:
     send_index: Tensor
     send_counts: list[int]
     receive_counts: list[int]
+    kept: dict[Any, Any] = field(default_factory=dict)
 
     @property
     def nodes(self) -> slice:
@@ -90,8 +92,33 @@ class PartitionedGraph:
         check_shape("x", x, (self.num_nodes, *x.shape[1:]), f"[num_nodes={self.num_nodes}, ...]")
         return x if self.group.size == 1 else _Exchange.apply(self, x)
 
+    def collect(self, rows: Tensor, reduce: str = "sum") -> Tensor:
+        """Return to each process what all have for its nodes: the opposite of :meth:`exchange`, and its gradient.
+
+        Every process of the group must make the call.
+
+        Args:
+            rows: Rows of own nodes and halo, `[num_sources, ...]`.
+            reduce: What is made of the rows of a node: "sum", or "amax" and "amin", which have no gradient.
+
+        Returns:
+            Rows of the own nodes, `[num_nodes, ...]`.
+
+        Raises:
+            ValueError: There are other numbers of rows.
+        """
+        check_shape("rows", rows, (self.num_sources, *rows.shape[1:]), f"[num_sources={self.num_sources}, ...]")
+        return rows if self.group.size == 1 else _Collect.apply(self, rows, reduce)
+
+    @property
+    def edges(self) -> PartitionedEdges:
+        """The own edges as a tensor with which any conv runs; see :class:`pyg_dfgnn.graph.ends.PartitionedEdges`."""
+        return PartitionedEdges.of(self.edge_index, self)
+
 
 class _Exchange(torch.autograd.Function):
+    """Rows of own nodes to rows of own nodes and halo."""
+
     @staticmethod
     def forward(ctx: Any, graph: PartitionedGraph, x: Tensor) -> Tensor:
         ctx.graph = graph
@@ -102,16 +129,30 @@ class _Exchange(torch.autograd.Function):
         return sources
 
     @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[None, Tensor]:
-        graph: PartitionedGraph = ctx.graph
-        rows = grad.new_empty((graph.send_index.numel(), *grad.shape[1:]))
-        dist.all_to_all_single(rows, grad[graph.num_nodes :].contiguous(), graph.send_counts, graph.receive_counts)
-        grad_x = grad[: graph.num_nodes].clone()
+    def backward(ctx: Any, grad: Tensor) -> tuple[None, Any]:
+        return None, _Collect.apply(ctx.graph, grad)
+
+
+class _Collect(torch.autograd.Function):
+    """Rows of own nodes and halo to rows of own nodes, to which what other processes have is added."""
+
+    @staticmethod
+    def forward(ctx: Any, graph: PartitionedGraph, rows: Tensor, reduce: str = "sum") -> Tensor:
+        ctx.graph = graph
+        parts = rows.new_empty((graph.send_index.numel(), *rows.shape[1:]))
+        dist.all_to_all_single(parts, rows[graph.num_nodes :].contiguous(), graph.send_counts, graph.receive_counts)
+        own = rows[: graph.num_nodes].clone()
         # No node repeats within the rows of a process, so that sums have one order and equal bits in each run.
-        for index, part in zip(graph.send_index.split(graph.send_counts), rows.split(graph.send_counts)):
-            grad_x.index_add_(0, index, part)
-        return None, grad_x
+        for index, part in zip(graph.send_index.split(graph.send_counts), parts.split(graph.send_counts)):
+            if reduce == "sum":
+                own.index_add_(0, index, part)
+            else:
+                own.index_reduce_(0, index, part, reduce)
+        return own
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[None, Any, None]:
+        return None, _Exchange.apply(ctx.graph, grad), None
 
 
 def partition(edge_index: Tensor, num_nodes: int, group: Group) -> PartitionedGraph:

@@ -13,6 +13,7 @@ from torch_geometric.utils.sparse import set_sparse_value
 
 from pyg_dfgnn.errors import as_integer, check_shape
 from pyg_dfgnn.graph import EdgeSet, Graph
+from pyg_dfgnn.graph.ends import Part, PartitionedEdges
 
 FORMS = ("tensor", "EdgeIndex", "torch.sparse", "SparseTensor", "Graph")
 
@@ -31,6 +32,7 @@ class Call(NamedTuple):
         self_loops: Whether self-loops are replaced by one per node.
         weights: Whether the caller wants the attention weights.
         edge_type: Relation of each edge, `[num_input_edges]`; None where there are none, and where a `Graph` has them.
+        part: The part of a partitioned graph that the edges are those of; None of a whole graph.
     """
 
     reasons: list[str]
@@ -43,13 +45,14 @@ class Call(NamedTuple):
     self_loops: bool = False
     weights: bool = False
     edge_type: Tensor | None = None
+    part: Part | None = None
 
 
 def form_of(edge_index: Any) -> str:
     """Return one of `FORMS`, or the name of a type that no conv takes."""
     if isinstance(edge_index, Tensor):
-        if isinstance(edge_index, EdgeIndex):
-            return "EdgeIndex"
+        if isinstance(edge_index, (EdgeIndex, PartitionedEdges)):
+            return type(edge_index).__name__
         return "tensor" if edge_index.layout is torch.strided else "torch.sparse"
     if isinstance(edge_index, SparseTensor):
         return "SparseTensor"
@@ -158,7 +161,7 @@ def resolve(
     Raises:
         ValueError: The edge features have another shape.
     """
-    _, _, edge_index, form, edge_attr, num_src, num_dst, self_loops, weights, _ = call
+    _, _, edge_index, form, edge_attr, num_src, num_dst, self_loops, weights, *_ = call
     num_loops = min(num_src, num_dst)
     if edge_attr is not None:
         edge_attr = edge_attr.view(-1, 1) if edge_attr.dim() == 1 else edge_attr

@@ -7,14 +7,18 @@ import pytest
 import torch
 import torch.nn.functional as F
 import torch_geometric.nn
+from torch_geometric.utils import degree, softmax
 
 import pyg_dfgnn.nn
 from pyg_dfgnn import models
 from pyg_dfgnn.distributed import Group, partition, wrap
 from pyg_dfgnn.distributed.partition import edge_cuts
+from pyg_dfgnn.errors import UnsupportedError
 from pyg_dfgnn.nn import GATConv
+from tests.emu import needs_compiler
+from tests.kernels.emulated import emulated_device
 
-N, FEATURES, CLASSES, ENCODINGS = 40, 5, 3, 2
+N, FEATURES, CLASSES, ENCODINGS, RELATIONS = 40, 5, 3, 2, 3
 MODELS = {
     "GraphTransformer": {"hidden_channels": 8, "heads": 2, "layers": 2},
     "GAT": {"hidden_channels": 4, "heads": 2, "layers": 2, "dropout": 0.0},
@@ -73,6 +77,181 @@ def compare_models():
 
     if group.size > 2:
         more_processes_than_nodes(group)
+
+
+class Own(torch_geometric.nn.MessagePassing):
+    """A layer of a user's own: degrees of sources, a softmax over the edges of a target, and two hops."""
+
+    def __init__(self):
+        super().__init__(aggr="add")
+        self.lin, self.score = torch.nn.Linear(FEATURES, FEATURES), torch.nn.Linear(2 * FEATURES, 1)
+
+    def forward(self, x, edge_index):
+        row, col = edge_index
+        out_degree = degree(row, x.size(0), dtype=x.dtype).clamp(min=1)
+        weight = out_degree[row].rsqrt() * degree(col, x.size(0), dtype=x.dtype).clamp(min=1)[col].rsqrt()
+        x = self.propagate(edge_index, x=self.lin(x), weight=weight)
+        return x + self.propagate(edge_index, x=x.tanh(), weight=weight)
+
+    def message(self, x_i, x_j, weight, index, size_i):
+        share = softmax(self.score(torch.cat([x_i, x_j], dim=-1)), index, num_nodes=size_i)
+        return share * weight.view(-1, 1) * x_j
+
+
+class BySources(torch_geometric.nn.MessagePassing):
+    """A softmax over the edges of a source, and reductions along the other flow."""
+
+    def __init__(self):
+        super().__init__(aggr="mean", flow="target_to_source")
+        self.lin = torch.nn.Linear(FEATURES, FEATURES)
+
+    def forward(self, x, edge_index):
+        share = softmax(x[edge_index[1], :1], edge_index[0], num_nodes=x.size(0))
+        return self.lin(self.propagate(edge_index.flip(0).flip([0]), x=x, share=share))
+
+    def message(self, x_j, share):
+        return x_j * share
+
+
+def counts(edge_index):
+    return degree(degree(edge_index[1], N).long(), dtype=torch.long)
+
+
+CONVS = {
+    "GCN": lambda _: torch_geometric.nn.GCNConv(FEATURES, FEATURES),
+    "SAGE": lambda _: torch_geometric.nn.SAGEConv(FEATURES, FEATURES),
+    "SAGE, max": lambda _: torch_geometric.nn.SAGEConv(FEATURES, FEATURES, aggr="max"),
+    "GIN": lambda _: torch_geometric.nn.GINConv(torch.nn.Linear(FEATURES, FEATURES)),
+    "GraphConv": lambda _: torch_geometric.nn.GraphConv(FEATURES, FEATURES),
+    "ResGated": lambda _: torch_geometric.nn.ResGatedGraphConv(FEATURES, FEATURES),
+    "GAT": lambda _: torch_geometric.nn.GATConv(FEATURES, FEATURES),
+    "Transformer": lambda _: torch_geometric.nn.TransformerConv(FEATURES, FEATURES),
+    "PNA": lambda edges: torch_geometric.nn.PNAConv(
+        FEATURES, FEATURES, ["mean", "max", "std"], ["identity", "amplification"], counts(edges)
+    ),
+    "RGCN": lambda _: torch_geometric.nn.RGCNConv(FEATURES, FEATURES, RELATIONS),
+    "RGAT": lambda _: torch_geometric.nn.RGATConv(FEATURES, FEATURES, RELATIONS),
+    "FiLM": lambda _: torch_geometric.nn.FiLMConv(FEATURES, FEATURES, RELATIONS),
+    "GEN": lambda _: torch_geometric.nn.GENConv(FEATURES, FEATURES, norm=None),
+    "TAG": lambda _: torch_geometric.nn.TAGConv(FEATURES, FEATURES),
+    "SG": lambda _: torch_geometric.nn.SGConv(FEATURES, FEATURES, K=2),
+    "APPNP": lambda _: torch_geometric.nn.APPNP(3, 0.1),
+    "ARMA": lambda _: torch_geometric.nn.ARMAConv(FEATURES, FEATURES, num_layers=2),
+    "ClusterGCN": lambda _: torch_geometric.nn.ClusterGCNConv(FEATURES, FEATURES),
+    "Cheb": lambda _: torch_geometric.nn.ChebConv(FEATURES, FEATURES, K=3, normalization="rw"),
+    "LG": lambda _: torch_geometric.nn.LGConv(),
+    "GatedGraph": lambda _: torch_geometric.nn.GatedGraphConv(FEATURES, 2),
+    "EdgeConv": lambda _: torch_geometric.nn.EdgeConv(torch.nn.Linear(2 * FEATURES, FEATURES)),
+    "FA": lambda _: torch_geometric.nn.FAConv(FEATURES),
+    "LE": lambda _: torch_geometric.nn.LEConv(FEATURES, FEATURES),
+    "own": lambda _: Own(),
+    "by sources": lambda _: BySources(),
+}
+TYPED = ("RGCN", "RGAT", "FiLM")
+
+
+class Layers(torch.nn.Module):
+    """Three layers of one kind with batch norm."""
+
+    def __init__(self, name, edge_index):
+        super().__init__()
+        self.name = name
+        self.convs = torch.nn.ModuleList([CONVS[name](edge_index) for _ in range(3)])
+        self.norm = torch.nn.BatchNorm1d(FEATURES)
+
+    def forward(self, x, edge_index, types):
+        first = x
+        for conv in self.convs:
+            given = (first,) if self.name == "FA" else ()
+            x = self.norm(conv(x, *given, edge_index, *((types,) if self.name in TYPED else ())).tanh())
+        return x[:, :CLASSES]
+
+
+def compare_convs(accelerates):
+    group = Group.of_environment("cpu")
+    edge_index, x, _, y = graph()
+    types = torch.randint(RELATIONS, (edge_index.size(1),), generator=torch.Generator().manual_seed(4))
+    part = partition(edge_index, N, group)
+    local_x, local_y, local_types = part.local(x), part.local(y), types[part.edge_ids]
+    for name in CONVS:
+        torch.manual_seed(2)
+        model = Layers(name, edge_index).double()
+        single = copy.deepcopy(model)
+        if accelerates:
+            pyg_dfgnn.accelerate(model)
+        results = []
+        for called, edges, given, labels, kinds, mean in (
+            (single, edge_index, x, y, types, Group().mean),
+            (wrap(model, group), part, local_x, local_y, local_types, group.mean),
+        ):
+            given = given.clone().requires_grad_()
+            out = called(given, edges, kinds)
+            loss = mean(F.cross_entropy(out, labels, reduction="sum"), labels.numel())
+            loss.backward()
+            results.append((out.detach(), given.grad))
+        (want, want_grad), (out, grad) = results
+        near = {"rtol": 1e-9, "atol": 1e-12, "msg": lambda text, name=name: f"{name}: {text}"}
+        torch.testing.assert_close(out, part.local(want), **near)
+        torch.testing.assert_close(grad / group.size, part.local(want_grad), **near)
+        found = {key: p.grad for key, p in model.named_parameters() if p.grad is not None}
+        expected = {key: p.grad for key, p in single.named_parameters() if p.grad is not None}
+        assert found.keys() == expected.keys()
+        for key in expected:
+            torch.testing.assert_close(found[key], expected[key], **near)
+
+
+FUSED = (
+    "GCN",
+    "TAG",
+    "SG",
+    "APPNP",
+    "ARMA",
+    "LG",
+    "SAGE",
+    "SAGE, max",
+    "GIN",
+    "ResGated",
+    "GAT",
+    "Transformer",
+    "PNA",
+    "ClusterGCN",
+)
+
+
+def compare_kernels():
+    """Forward and gradients of one layer on emulated kernels, which nothing else may run."""
+    group = Group.of_environment("cpu")
+    edge_index, x, *_ = graph()
+    part = partition(edge_index, N, group)
+    grad = torch.randn(N, FEATURES, generator=torch.Generator().manual_seed(5))
+    for name in FUSED:
+        torch.manual_seed(2)
+        single = CONVS[name](edge_index)
+        model = pyg_dfgnn.accelerate(copy.deepcopy(single))
+        given, own = x.clone().requires_grad_(), part.local(x).float().requires_grad_()
+        want = single.double()(given, edge_index)
+        want.backward(grad.double())
+        model = wrap(model, group)
+        with emulated_device() as launched, pyg_dfgnn.local_settings(fallback="error"):
+            out = model(own, part)
+            out.backward(part.local(grad))
+        assert launched, name
+        near = {"rtol": 1e-4, "atol": 1e-5, "msg": lambda text, name=name: f"{name}: {text}"}
+        torch.testing.assert_close(out.double(), part.local(want), **near)
+        torch.testing.assert_close(own.grad.double(), part.local(given.grad), **near)
+        for p, q in zip(model.parameters(), single.parameters(), strict=True):
+            if q.grad is not None:
+                torch.testing.assert_close(p.grad.double() * group.size, q.grad, **near)
+
+
+@needs_compiler
+def test_kernels_run_on_parts(launch):
+    launch(2, compare_kernels)
+
+
+@pytest.mark.parametrize(("size", "accelerates"), [(2, True), (3, False)])
+def test_any_conv_equals_one_process(launch, size, accelerates):
+    launch(size, compare_convs, accelerates)
 
 
 def more_processes_than_nodes(group):
@@ -136,17 +315,54 @@ def test_wrong_features():
         part.exchange(torch.zeros(3, 1))
 
 
-def test_other_convs_are_refused():
-    model = wrap(torch_geometric.nn.GCNConv(1, 1), Group())
-    edge_index = torch.tensor([[0], [1]])
-    model(torch.zeros(2, 1), edge_index)
-    with pytest.raises(TypeError, match=r"'model' needs convs among GATConv, .* \(got GCNConv\)"):
-        model(torch.zeros(2, 1), partition(edge_index, 2, Group()))
-
-
 def test_a_conv_alone_takes_no_part():
     edge_index = torch.tensor([[0], [1]])
     with pytest.raises(TypeError, match=r"'edge_index' needs a model that pyg_dfgnn.distributed.wrap has returned"):
         GATConv(1, 1)(torch.zeros(2, 1), partition(edge_index, 2, Group()))
     with pytest.raises(TypeError, match=r"'group' needs a Group, such as Group.of_environment\(\) \(got NoneType\)"):
         partition(edge_index, 2, None)
+
+
+def refuse_whole_graphs():
+    group = Group.of_environment("cpu")
+    part = partition(graph()[0], N, group)
+    x = torch.zeros(part.num_nodes, FEATURES)
+    for module in (torch_geometric.nn.GraphNorm(FEATURES), torch_geometric.nn.LayerNorm(FEATURES)):
+        model = wrap(torch_geometric.nn.Sequential("x, edge_index", [(module, "x -> x")]), Group())
+        with pytest.raises(TypeError, match=f"needs modules that read no whole graph .got {type(module).__name__}"):
+            model(x, part)
+    with pytest.raises(TypeError, match="'model' needs no largest eigenvalue of a whole graph .got ChebConv"):
+        wrap(torch_geometric.nn.ChebConv(FEATURES, FEATURES, K=2), Group())(x, part)
+
+
+def test_modules_that_read_the_whole_graph_are_refused(launch):
+    launch(2, refuse_whole_graphs)
+
+
+@pytest.mark.parametrize(
+    ("function", "name"),
+    [
+        (lambda edges, x: edges[0].unique(), "unique"),
+        (lambda edges, x: edges[0] * 2 + edges[1], "mul"),
+        (lambda edges, x: edges.view(-1), "view"),
+        (lambda edges, x: x[:, 0].scatter_reduce(0, edges[0], x[edges[1], 0], "prod"), "scatter_reduce"),
+        (lambda edges, x: edges.float(), "float"),
+    ],
+)
+def test_functions_of_edges_that_are_not_known_are_named(function, name):
+    part = partition(graph()[0], N, Group())
+    with pytest.raises(UnsupportedError, match=f"a layer calls _*{name}_* on its edges, which needs a whole graph"):
+        function(part.edges, torch.zeros(N, 1))
+
+
+def test_edges_of_a_part_are_read_as_those_of_a_graph():
+    edge_index, x, *_ = graph()
+    edges = partition(edge_index, N, Group()).edges
+    (row, col), (plain_row, plain_col) = edges, edge_index
+    assert torch.equal(x[row], x[plain_row]) and torch.equal(x.T[:, row], x.T[:, plain_row])
+    assert torch.equal(edges.flip(0)[1].ids, plain_row) and torch.equal(torch.stack([row, col]).ids, edge_index)
+    assert int(edges.max()) == N - 1 and torch.equal(row == col, plain_row == plain_col)
+    for reduce in ("amax", "amin"):
+        found = x.new_zeros(N).scatter_reduce(0, row, x[col, 0], reduce, include_self=False)
+        want = x.new_zeros(N).scatter_reduce(0, plain_row, x[plain_col, 0], reduce, include_self=False)
+        assert torch.equal(found, want)

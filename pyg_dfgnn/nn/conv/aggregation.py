@@ -13,6 +13,7 @@ from pyg_dfgnn.dispatch.segment import FAMILY, SegmentProblem, max_channels, uns
 from pyg_dfgnn.errors import check_shape
 from pyg_dfgnn.fallback import SMALL
 from pyg_dfgnn.graph import EdgeSet, Graph
+from pyg_dfgnn.graph.ends import Part, PartitionedEdges
 from pyg_dfgnn.nn import edges
 from pyg_dfgnn.nn.drop_ins import Description
 from pyg_dfgnn.nn.gate import FusedConv, is_multiple, settle, statistics_of
@@ -34,6 +35,8 @@ class Sent(NamedTuple):
         scale: A factor of each message at either end of its edge, float32 [N], that no gradient is asked of.
         dtype: Dtype that PyG's weights would have; None without.
         self_loops: Whether each node sends to itself too, on an edge that the graph does not hold.
+        part: The part of a partitioned graph, whose halo is fetched of what is sent; None of a whole graph.
+        source_scale: Scale of own nodes and halo; None of a whole graph.
     """
 
     graph: Graph | EdgeSet
@@ -41,6 +44,8 @@ class Sent(NamedTuple):
     scale: Tensor | None = None
     dtype: torch.dtype | None = None
     self_loops: bool = False
+    part: Part | None = None
+    source_scale: Tensor | None = None
 
 
 def _problem(
@@ -170,6 +175,23 @@ class AggregationConv(FusedConv):
         )
         return call if edge is None else call._replace(edge_attr=edge)
 
+    def _is_part(self, edge_index: Any) -> bool:
+        """Return whether kernels may take the edges of a part of a graph."""
+        if not isinstance(edge_index, PartitionedEdges) or torch.compiler.is_compiling():
+            return False
+        return self.flow == "source_to_target" and edge_index.is_whole
+
+    def _ask_part(self, question: Question, x: Any, edge_index: Any, *args: Any, **kwargs: Any) -> edges.Call:
+        """Ask the gate about a call with a part of a graph, whose sources are own nodes and halo; the rest as there."""
+        part, sources = edge_index.part, None
+        if isinstance(x, Tensor) and x.dim() == 2:
+            sources = x.new_empty(1, 1).expand(part.num_sources, x.size(1))
+        call = self._gate(question, (sources, x), part.edge_index, *args, **kwargs)
+        # PyG's code fetches what it gathers.
+        return (
+            call._replace(edge_index=edge_index, form="PartitionedEdges") if call.reasons else call._replace(part=part)
+        )
+
     def _is_left(self, x: Any, edge_index: Any, edge: Tensor | None = None) -> bool:
         """Return whether PyG's code takes a call in less time: its edges are few, and new or summed by two launches."""
         if type(edge_index) is not Tensor or visits.step.is_refilled:
@@ -275,6 +297,8 @@ class AggregationConv(FusedConv):
         module = self._modules["aggr_module"]
         names = statistics_of(module)
         several = is_multiple(module)
+        if sent.part is not None:
+            x = sent.part.exchange(x)
         if sent.weight is not None:
             message, vectors["edge"] = "weight", sent.weight
         out = aggregate(
@@ -282,7 +306,7 @@ class AggregationConv(FusedConv):
             x,
             names if several else names[0],
             message=message or "copy",
-            source_scale=sent.scale,
+            source_scale=sent.scale if sent.part is None else sent.source_scale,
             target_scale=sent.scale,
             self_loops=sent.self_loops,
             **vectors,

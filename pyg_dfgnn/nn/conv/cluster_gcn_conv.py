@@ -47,6 +47,8 @@ class ClusterGCNConv(AggregationConv, conv.ClusterGCNConv):
             reasons.append("diag_lambda is a tensor")
         if not isinstance(x, Tensor):
             reasons.append("x is no tensor")
+        if self._is_part(edge_index):
+            return self._ask_part(self._question(x), x, edge_index, self_loops=True, reasons=reasons)
         return self._ask(x, edge_index, self_loops=True, reasons=tuple(reasons))
 
     def forward(self, x: Tensor, edge_index: Adj | Graph) -> Tensor:
@@ -60,7 +62,7 @@ class ClusterGCNConv(AggregationConv, conv.ClusterGCNConv):
             return out
         graph, _, _ = self._edges(call)
         # In the dtype of x: with PyG's weights, of the default one, the linear layer refuses all others.
-        out = aggregate(graph, x, "mean")
+        out = aggregate(graph, x if call.part is None else call.part.exchange(x), "mean")
         if self.diag_lambda:
             inverse_degree = inverse_root_degree(graph).square().to(out.dtype)
             out = torch.addcmul(out, x, inverse_degree.view(-1, 1), value=self.diag_lambda)

@@ -10,6 +10,7 @@ from torch_geometric.typing import Adj, OptTensor
 from pyg_dfgnn.fallback import SMALL
 from pyg_dfgnn.graph import EdgeSet, Graph
 from pyg_dfgnn.graph.derived import version_of
+from pyg_dfgnn.graph.ends import Part
 from pyg_dfgnn.nn import edges
 from pyg_dfgnn.nn.conv.aggregation import AggregationConv, Question, Sent, is_matrix
 from pyg_dfgnn.nn.gate import NO_MATRIX, statistics_of
@@ -63,6 +64,8 @@ class NormalizedConv(AggregationConv):
         if not isinstance(x, Tensor):
             against.append("x is no tensor")
             x = None
+        if self._is_part(edge_index) and self.normalize and self._is_by_node(edge_weight) and not self._takes_cache:
+            return self._ask_part(self._question(x), x, edge_index, self_loops=self.add_self_loops, reasons=against)
         is_bare = form == "SparseTensor" and not edge_index.has_value() and not self.improved
         if is_matrix(form) and loops and not (is_bare and self._is_by_node(None)):
             against.append("self-loops added to the values of a sparse adjacency")
@@ -90,6 +93,8 @@ class NormalizedConv(AggregationConv):
         if not self.normalize:
             return self._sent(call)
         by_node = self._is_by_node(call.edge_attr)
+        if call.part is not None:
+            return self._of_part(call, call.part, x)
         if self._takes_cache:
             return self._from_cache(call, x, by_node)
         new = self._new_edges(call) if by_node else None
@@ -103,6 +108,14 @@ class NormalizedConv(AggregationConv):
             return Sent(graph, scale=inverse_root_degree(graph), dtype=x.dtype)
         weight = self._normalized_weight(call, graph, x)
         return Sent(graph, weight, dtype=weight.dtype)
+
+    def _of_part(self, call: edges.Call, part: Part, x: Tensor) -> Sent:
+        """Return what a call with a part of a graph sends: degrees are those of the whole graph, one exchange each."""
+        graph, _, _ = self._edges(call, measured=True)
+        scale, key = inverse_root_degree(graph), ("inverse_root_degree", bool(call.self_loops))
+        if key not in part.kept:
+            part.kept[key] = part.exchange(scale.view(-1, 1)).view(-1)
+        return Sent(graph, scale=scale, dtype=x.dtype, part=part, source_scale=part.kept[key])
 
     def _without_self_loops(self, call: edges.Call) -> Graph | None:
         """Return the edges where each node gets a self-loop and none has one, so that no array need hold them."""

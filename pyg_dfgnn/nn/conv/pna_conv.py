@@ -10,6 +10,7 @@ from torch_geometric.nn import aggr, conv
 from torch_geometric.typing import Adj, OptTensor, SparseTensor
 
 from pyg_dfgnn.graph import EdgeSet, Graph
+from pyg_dfgnn.graph.ends import Part
 from pyg_dfgnn.nn.aggr.scaler import factors_of
 from pyg_dfgnn.nn.conv.aggregation import AggregationConv, Question
 from pyg_dfgnn.nn.edges import Call, adjacency_features
@@ -67,7 +68,10 @@ class PNAConv(AggregationConv, conv.PNAConv):
         if (edge_attr is None and values is None) != (self.edge_dim is None):
             reasons.append("edge_dim without edge features, or edge features without edge_dim")
         lin_edge = None if self.edge_dim is None else self.edge_encoder
-        return self._gate(self._question(), (x, x), edge_index, edge_attr, lin_edge=lin_edge, reasons=reasons)
+        options: dict[str, Any] = {"lin_edge": lin_edge, "reasons": reasons}
+        if self._is_part(edge_index):
+            return self._ask_part(self._question(), x, edge_index, edge_attr, **options)
+        return self._gate(self._question(), (x, x), edge_index, edge_attr, **options)
 
     def forward(self, x: Tensor, edge_index: Adj | Graph, edge_attr: OptTensor = None) -> Tensor:
         """PyG's forward, also on a `Graph`; see `torch_geometric.nn.PNAConv.forward`."""
@@ -80,7 +84,7 @@ class PNAConv(AggregationConv, conv.PNAConv):
             return out
         graph, edge_attr, _ = FusedConv._edges(self, call, edge_dim=self.edge_dim)
         rows = x.view(-1, self.towers if self.divide_input else 1, self.F_in)
-        out = self._statistics(graph, rows, edge_attr)
+        out = self._statistics(graph, rows, edge_attr, call.part)
         factors = torch.stack(factors_of(self.aggr_module, degree(graph)), dim=1).to(out.dtype)
         outs = [
             _scaled_layer(nn, rows[:, tower if self.divide_input else 0], out[:, tower], factors)
@@ -88,13 +92,14 @@ class PNAConv(AggregationConv, conv.PNAConv):
         ]
         return self.lin(torch.cat(outs, dim=1))
 
-    def _statistics(self, graph: Graph | EdgeSet, rows: Tensor, edge_attr: Tensor | None) -> Tensor:
+    def _statistics(self, graph: Graph | EdgeSet, rows: Tensor, edge_attr: Tensor | None, part: Part | None) -> Tensor:
         """Return the statistics of the messages, [N, towers, S * F_in].
 
         Args:
             graph: The edges.
             rows: Features, [N, towers or 1, F_in].
             edge_attr: Features of the edges, [E, edge_dim].
+            part: The part of a partitioned graph that the edges are those of.
         """
         weights = torch.stack([nn[0].weight for nn in self.pre_nns])
         to_target, to_source, *to_edge = weights.split(int(self.F_in), dim=2)
@@ -108,6 +113,7 @@ class PNAConv(AggregationConv, conv.PNAConv):
         # The bias comes before the statistics, so that nodes of zeros do not send zeros.
         names = statistics_of(self.aggr_module.aggr)
         sent, message = _products(rows, to_source, bias), "copy" if edge is None else "add"
+        sent = sent if part is None else part.exchange(sent)
         out = aggregate(graph, sent, names, message=message, edge=edge)
         degrees = degree(graph)
         has_edges = degrees.clamp(max=1)

@@ -1,0 +1,326 @@
+"""Edges of a part of a graph as a tensor: rows of remote sources are fetched, and what is reduced by them is sent back.
+
+PyG's layers, and those that users write, read edges by a few functions: the ids of an end are selected, nodes are
+gathered by ids, and edges are reduced by ids. Here these functions know that sources may belong to other processes, so
+that a layer computes on a part what it computes on the whole graph. A function that is not known raises an error.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NoReturn, Protocol
+
+import torch
+from torch import Tensor
+
+from pyg_dfgnn.errors import UnsupportedError
+
+
+class Part(Protocol):
+    """A process's part of a graph; see :class:`pyg_dfgnn.distributed.PartitionedGraph`."""
+
+    @property
+    def kept(self) -> dict[Any, Any]:
+        """What is computed once for the part, by name."""
+
+    @property
+    def edge_index(self) -> Tensor:
+        """The own edges [2, E], as a plain tensor."""
+
+    @property
+    def num_nodes(self) -> int:
+        """Number of own nodes."""
+
+    @property
+    def num_sources(self) -> int:
+        """Number of own nodes and halo nodes."""
+
+    def exchange(self, x: Tensor) -> Tensor:
+        """Return rows of own nodes and halo, of rows of own nodes."""
+
+    def collect(self, rows: Tensor, reduce: str = "sum") -> Tensor:
+        """Return rows of own nodes, of rows of own nodes and halo: those of all processes reduced."""
+
+
+class PartitionedEdges(Tensor):
+    """Edges [2, E] of a part, or ids of their sources, of any shape.
+
+    Attributes:
+        part: The part.
+        row: The row that holds the sources; None: all ids are of sources.
+    """
+
+    part: Part
+    row: int | None
+
+    @staticmethod
+    def of(ids: Tensor, part: Part, row: int | None = 0) -> PartitionedEdges:
+        """Return ids as edges of a part, or as sources."""
+        edges = ids.as_subclass(PartitionedEdges)
+        edges.part, edges.row = part, row
+        return edges
+
+    @property
+    def ids(self) -> Tensor:
+        """The ids as a plain tensor."""
+        return self.as_subclass(Tensor)
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether these are all edges of the part, as they are."""
+        own = self.part.edge_index
+        return self.row == 0 and self.shape == own.shape and self.data_ptr() == own.data_ptr()
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        with torch._C.DisableTorchFunctionSubclass():
+            return _called(func, tuple(args), dict(kwargs or {}))
+
+
+def _called(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    known = _FUNCTIONS.get(func)
+    if known is not None:
+        return known(func, args, kwargs)
+    result = func(*_plain(args), **_plain(kwargs))
+    parts = result if isinstance(result, (tuple, list)) else (result,)
+    if func not in _PLAIN and any(isinstance(each, Tensor) and each.dtype is not torch.bool for each in parts):
+        _refuse(func)
+    return result
+
+
+def _refuse(func: Callable[..., Any]) -> NoReturn:
+    name = getattr(func, "__name__", str(func))
+    raise UnsupportedError([f"a layer calls {name} on its edges, which needs a whole graph"], "the partitioned graph")
+
+
+def _plain(value: Any) -> Any:
+    """Return arguments with plain tensors of ids."""
+    if isinstance(value, PartitionedEdges):
+        return value.ids
+    if isinstance(value, dict):
+        return {name: _plain(each) for name, each in value.items()}
+    return type(value)(map(_plain, value)) if type(value) in (tuple, list) else value
+
+
+def _find(values: Sequence[Any]) -> PartitionedEdges:
+    return next(each for each in values if isinstance(each, PartitionedEdges))
+
+
+def _like(value: PartitionedEdges, ids: Tensor) -> PartitionedEdges:
+    return PartitionedEdges.of(ids, value.part, value.row)
+
+
+def _bound(names: Sequence[str], args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+    return dict(zip(names, args)) | kwargs
+
+
+# What ids are selected ------------------------------------------------------------------------------------------------
+
+
+def _end(edges: PartitionedEdges, ids: Tensor, row: int) -> Tensor:
+    """Return the ids of an end."""
+    return PartitionedEdges.of(ids, edges.part, None) if row % 2 == edges.row else ids
+
+
+def _getitem(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    edges, index = args
+    if not isinstance(edges, PartitionedEdges):
+        return _gathered(edges, index)
+    ids, found = edges.ids[_plain(index)], index[0] if isinstance(index, tuple) and index else index
+    if edges.row is None or (isinstance(found, slice) and found == slice(None)) or found is Ellipsis:
+        return _like(edges, ids)
+    if isinstance(found, int):
+        return _end(edges, ids, found)
+    if found == [1, 0]:
+        return PartitionedEdges.of(ids, edges.part, 1 - edges.row)
+    _refuse(func)
+
+
+def _select(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    bound = _bound(("input", "dim", "index"), args, kwargs)
+    edges, ids = bound["input"], func(*_plain(args), **kwargs)
+    if edges.row is None or bound["dim"] % 2 == 1:
+        return _like(edges, ids)
+    return _end(edges, ids, bound["index"])
+
+
+def _parted(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    edges, parts = _find(args), func(*_plain(args), **kwargs)
+    dim = kwargs.get("dim", args[-1] if func in _DIM_LAST and len(args) > 1 else args[2] if len(args) > 2 else 0)
+    if edges.row is None or dim % 2 == 1:
+        return tuple(_like(edges, part) for part in parts)
+    if len(parts) != 2:
+        _refuse(func)
+    return tuple(_end(edges, part, row) for row, part in enumerate(parts))
+
+
+def _kept(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Ids in another form."""
+    ids = func(*_plain(args), **_plain(kwargs))
+    if not isinstance(args[0], PartitionedEdges) or not isinstance(ids, Tensor):
+        return ids
+    return _like(args[0], ids) if ids.dtype in (torch.int64, torch.int32) else ids
+
+
+def _reshaped(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Sources in another shape; edges have one."""
+    edges, ids = args[0], func(*_plain(args), **_plain(kwargs))
+    if not isinstance(edges, PartitionedEdges):
+        # Such as `values.expand_as(index)`.
+        return ids
+    if edges.row is not None and ids.shape != edges.shape:
+        _refuse(func)
+    return _like(edges, ids)
+
+
+def _iterated(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    return iter(_parted(Tensor.unbind, args, {}))
+
+
+def _flip(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    edges, ids = args[0], func(*_plain(args), **kwargs)
+    dims = kwargs.get("dims", args[1:])
+    dims = dims[0] if len(dims) == 1 and not isinstance(dims[0], int) else dims
+    is_turned = edges.row is not None and any(dim % edges.dim() == 0 for dim in dims)
+    return PartitionedEdges.of(ids, edges.part, 1 - edges.row) if is_turned else _like(edges, ids)
+
+
+def _joined(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Edges, or sources, behind each other; plain ones are of own nodes, such as self-loops."""
+    parts = args[0] if args else kwargs["tensors"]
+    edges = _find(parts)
+    if any(isinstance(each, PartitionedEdges) and each.row != edges.row for each in parts):
+        _refuse(func)
+    dim = kwargs.get("dim", args[1] if len(args) > 1 else 0)
+    if edges.row is not None and dim % 2 == 0:
+        _refuse(func)
+    return _like(edges, torch.cat(_plain(list(parts)), dim=dim))
+
+
+def _stacked(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    parts = list(args[0] if args else kwargs["tensors"])
+    rows = [row for row, each in enumerate(parts) if isinstance(each, PartitionedEdges)]
+    dim = kwargs.get("dim", args[1] if len(args) > 1 else 0)
+    source = parts[rows[0]]
+    if len(parts) != 2 or len(rows) != 1 or source.row is not None or dim != 0:
+        _refuse(func)
+    return PartitionedEdges.of(torch.stack(_plain(parts)), source.part, rows[0])
+
+
+def _largest(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """The largest id, from which layers tell the number of nodes."""
+    if len(args) > 1 or kwargs:
+        _refuse(func)
+    return args[0].ids.new_tensor(args[0].part.num_nodes - 1)
+
+
+# Nodes by ids ---------------------------------------------------------------------------------------------------------
+
+
+def _fetched(part: Part, x: Tensor, dim: int) -> Tensor:
+    """Return rows of own nodes and halo along a dimension."""
+    return part.exchange(x.movedim(dim, 0)).movedim(0, dim) if dim else part.exchange(x)
+
+
+def _gathered(x: Tensor, index: Any) -> Tensor:
+    """Return rows of nodes by sources."""
+    parts = index if isinstance(index, tuple) else (index,)
+    dim = next(k for k, each in enumerate(parts) if isinstance(each, PartitionedEdges))
+    if any(not isinstance(each, slice) or each != slice(None) for each in parts[:dim]):
+        _refuse(Tensor.__getitem__)
+    return _fetched(parts[dim].part, x, dim)[_plain(index)]
+
+
+def _index_select(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    bound = _bound(("input", "dim", "index"), args, kwargs)
+    x, dim, index = bound["input"], bound["dim"], bound["index"]
+    if isinstance(x, PartitionedEdges):
+        if x.row is not None and dim % 2 == 0:
+            _refuse(func)
+        return _like(x, x.ids.index_select(dim, _plain(index)))
+    dim %= x.dim()
+    return _fetched(index.part, x, dim).index_select(dim, index.ids)
+
+
+def _gather(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    bound = _bound(("input", "dim", "index"), args, kwargs)
+    x, dim, index = bound["input"], bound["dim"], bound["index"]
+    if isinstance(x, PartitionedEdges):
+        _refuse(func)
+    return _fetched(index.part, x, dim % x.dim()).gather(dim, index.ids)
+
+
+# Reductions by ids ----------------------------------------------------------------------------------------------------
+
+_BOUNDS = {"amax": -torch.inf, "amin": torch.inf}
+
+
+def _reduced(names: Sequence[str], is_scatter: bool, in_place: bool) -> Callable[..., Any]:
+    """Return what reduces rows of edges by their sources: each process what it has, and owners all of it."""
+
+    def reduce(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        bound = _bound(names, args, kwargs)
+        into, index, rows = bound["input"], bound["index"], bound[names[3]]
+        how, dim = bound.get("reduce", "sum"), bound["dim"] % into.dim()
+        if not isinstance(index, PartitionedEdges) or not isinstance(rows, Tensor) or bound.get("alpha", 1) != 1:
+            _refuse(func)
+        part, shape = index.part, [*into.shape]
+        shape[dim] = part.num_sources
+        apply = Tensor.scatter_add if is_scatter else Tensor.index_add
+        if how == "sum" and bound.get("include_self", True):
+            total = apply(into.new_zeros(shape), dim, index.ids, rows)
+            out = into + part.collect(total.movedim(dim, 0)).movedim(0, dim)
+        elif how in _BOUNDS and not (rows.requires_grad and torch.is_grad_enabled()):
+            most = into.new_full(shape, _BOUNDS[how]).scatter_reduce(dim, index.ids, rows, how)
+            most = part.collect(most.movedim(dim, 0), how).movedim(0, dim)
+            found = most if not bound.get("include_self", True) else getattr(torch, f"m{how[1:]}imum")(most, into)
+            out = torch.where(most == _BOUNDS[how], into, found)
+        else:
+            _refuse(func)
+        return into.copy_(out) if in_place else out
+
+    return reduce
+
+
+_SCATTER, _INDEX = ("input", "dim", "index", "src"), ("input", "dim", "index", "source")
+_DIM_LAST = {Tensor.unbind, torch.unbind}
+_PLAIN = {
+    *(Tensor.new_zeros, Tensor.new_ones, Tensor.new_full, Tensor.new_empty, Tensor.new_tensor, Tensor.__setitem__),
+    *(torch.zeros_like, torch.ones_like, torch.empty_like, torch.full_like, Tensor.min, torch.min),
+}
+"""Functions that make nothing of where nodes are."""
+_FUNCTIONS: dict[Any, Callable[..., Any]] = {
+    Tensor.__getitem__: _getitem,
+    Tensor.__iter__: _iterated,
+    **dict.fromkeys((Tensor.select, torch.select), _select),
+    **dict.fromkeys((Tensor.unbind, torch.unbind, Tensor.chunk, torch.chunk, Tensor.split, torch.split), _parted),
+    **dict.fromkeys(
+        (
+            *(Tensor.to, Tensor.long, Tensor.int, Tensor.contiguous, Tensor.clone, Tensor.detach, Tensor.cpu),
+            *(Tensor.cuda, torch.clone, torch.detach, Tensor.type, Tensor.requires_grad_),
+        ),
+        _kept,
+    ),
+    **dict.fromkeys(
+        (
+            *(Tensor.view, Tensor.reshape, Tensor.expand, Tensor.expand_as, Tensor.unsqueeze, Tensor.squeeze),
+            *(torch.unsqueeze, torch.squeeze, Tensor.flatten, torch.flatten, torch.reshape, torch.broadcast_to),
+            *(Tensor.broadcast_to, Tensor.view_as, Tensor.repeat, Tensor.ravel),
+        ),
+        _reshaped,
+    ),
+    **dict.fromkeys((Tensor.flip, torch.flip), _flip),
+    **dict.fromkeys((torch.cat, torch.concat), _joined),
+    torch.stack: _stacked,
+    **dict.fromkeys((Tensor.max, torch.max, Tensor.amax, torch.amax), _largest),
+    **dict.fromkeys((Tensor.index_select, torch.index_select), _index_select),
+    **dict.fromkeys((Tensor.gather, torch.gather), _gather),
+    **dict.fromkeys((Tensor.scatter_add, torch.scatter_add), _reduced(_SCATTER, True, False)),
+    Tensor.scatter_add_: _reduced(_SCATTER, True, True),
+    **dict.fromkeys((Tensor.index_add, torch.index_add), _reduced(_INDEX, False, False)),
+    Tensor.index_add_: _reduced(_INDEX, False, True),
+    **dict.fromkeys((Tensor.scatter_reduce, torch.scatter_reduce), _reduced((*_SCATTER, "reduce"), True, False)),
+    Tensor.scatter_reduce_: _reduced((*_SCATTER, "reduce"), True, True),
+}
