@@ -16,6 +16,7 @@ from pyg_dfgnn.nn.conv.gin_conv import GINConv, GINEConv
 from pyg_dfgnn.nn.conv.graph_conv import GraphConv
 from pyg_dfgnn.nn.conv.han_conv import HANConv
 from pyg_dfgnn.nn.conv.heat_conv import HEATConv
+from pyg_dfgnn.nn.conv.hetero_conv import HeteroConv
 from pyg_dfgnn.nn.conv.hgt_conv import HGTConv
 from pyg_dfgnn.nn.conv.lg_conv import LGConv
 from pyg_dfgnn.nn.conv.pna_conv import PNAConv
@@ -28,7 +29,7 @@ from pyg_dfgnn.nn.conv.ssg_conv import SSGConv
 from pyg_dfgnn.nn.conv.super_gat_conv import SuperGATConv
 from pyg_dfgnn.nn.conv.tag_conv import TAGConv
 from pyg_dfgnn.nn.conv.transformer_conv import TransformerConv
-from pyg_dfgnn.nn.drop_ins import DROP_INS
+from pyg_dfgnn.nn.drop_ins import CONTAINERS, DROP_INS
 
 __all__ = [
     "AGNNConv",
@@ -48,6 +49,7 @@ __all__ = [
     "HANConv",
     "HEATConv",
     "HGTConv",
+    "HeteroConv",
     "LGConv",
     "PNAConv",
     "RGATConv",
@@ -60,4 +62,5 @@ __all__ = [
     "TAGConv",
     "TransformerConv",
 ]
-DROP_INS.update({getattr(upstream, name): globals()[name] for name in __all__})
+CONTAINERS[upstream.HeteroConv] = HeteroConv
+DROP_INS.update({getattr(upstream, name): globals()[name] for name in __all__ if name != "HeteroConv"})
