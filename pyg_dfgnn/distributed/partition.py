@@ -110,6 +110,12 @@ class PartitionedGraph:
         check_shape("rows", rows, (self.num_sources, *rows.shape[1:]), f"[num_sources={self.num_sources}, ...]")
         return rows if self.group.size == 1 else _Collect.apply(self, rows, reduce)
 
+    def remote_share(self) -> float:
+        """Return the share of the halo in the rows that a layer reads, over all processes, which must make the call."""
+        counts = torch.tensor([self.num_halo, self.num_sources], device=self.group.device)
+        halo, sources = self.group.sum(counts).tolist()
+        return halo / max(sources, 1)
+
     @property
     def edges(self) -> PartitionedEdges:
         """The own edges as a tensor with which any conv runs; see :class:`pyg_dfgnn.graph.ends.PartitionedEdges`."""

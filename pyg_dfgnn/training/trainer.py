@@ -238,6 +238,11 @@ class Trainer:
             own = task if group.size == 1 else task.map(lambda graph: own_part(graph, group))
             self._batches = whole_graph(own, device)
             (data,) = self._batches["train"]
+            if group.size > 1:
+                share = own.splits["train"][0].edge_index.remote_share()
+                log.info(
+                    "nodes are partitioned: %.0f %% of the rows that a layer reads are of other processes", 100 * share
+                )
             if sampler is not None:
                 (graph,) = task.splits["train"]
                 source = sampled(graph, device, sampler, self.order, group)

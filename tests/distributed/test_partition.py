@@ -55,6 +55,7 @@ def compare_models():
     edge_index, x, pe, y = graph()
     part = partition(edge_index, N, group)
     assert sum(group.counts(part.num_nodes)) == N and sum(group.counts(part.edge_index.size(1))) == edge_index.size(1)
+    assert part.remote_share() == pytest.approx(sum(group.counts(part.num_halo)) / sum(group.counts(part.num_sources)))
     local = [part.local(each) for each in (x, pe, y)]
     assert torch.equal(group.gather(local[0]), x)
     for name, options in MODELS.items():
@@ -284,7 +285,7 @@ def test_alone_is_the_whole_graph(number):
     edge_index, x, *_ = graph()
     part = partition(edge_index, number(N), Group())
     assert {type(bound) for bound in part.bounds} == {int}
-    assert part.num_halo == 0 and torch.equal(part.edge_index, edge_index)
+    assert part.num_halo == part.remote_share() == 0 and torch.equal(part.edge_index, edge_index)
     assert part.exchange(x) is x and torch.equal(part.local(x), x)
 
 

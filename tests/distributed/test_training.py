@@ -65,6 +65,7 @@ def train_all(folder, raw):
         ]
         + ["trainer.loader.batch_size=4", "model.layers=2", "model.hidden_channels=8"],
         "whole": [*citation, "model=gat", "model.dropout=0", "trainer.checkpoint_every=1"],
+        "whole-gcn": [*citation, "model=gcn", "model.dropout=0"],
     }
     for name, overrides in runs.items():
         metric = run(folder / f"{name}-{group.size}" if group.is_main else folder / f"{group.rank}", *overrides)
