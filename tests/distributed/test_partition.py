@@ -336,6 +336,18 @@ def refuse_whole_graphs():
         wrap(torch_geometric.nn.ChebConv(FEATURES, FEATURES, K=2), Group())(x, part)
 
 
+def refuse_other_sizes():
+    group = Group.of_environment("cpu")
+    with pytest.raises(ValueError, match=r"'edge_index' needs the whole graph, .* \(got sizes \[300, 200\]\)"):
+        partition(torch.zeros(2, 300 - 100 * group.rank, dtype=torch.long), N, group)
+    with pytest.raises(ValueError, match=r"'num_nodes' needs the whole graph, .* \(got sizes \[40, 41\]\)"):
+        partition(torch.zeros(2, 3, dtype=torch.long), N + group.rank, group)
+
+
+def test_graphs_of_other_sizes_are_named(launch):
+    launch(2, refuse_other_sizes)
+
+
 def test_modules_that_read_the_whole_graph_are_refused(launch):
     launch(2, refuse_whole_graphs)
 
