@@ -12,6 +12,7 @@ import pytest
 
 from pyg_dfgnn.threads import let_threads_sleep
 from pyg_dfgnn.training import sweep as sweep_module
+from tests.processes import run_script
 from tests.training.conftest import TINY
 
 SCRIPT = Path(__file__).parents[2] / "train.py"
@@ -87,20 +88,36 @@ def test_the_user_decides_how_threads_wait(monkeypatch):
     assert os.environ["OMP_WAIT_POLICY"] == "ACTIVE"
 
 
-@pytest.mark.parametrize(
-    ("overrides", "line"),
-    [
-        (["model.width=3"], "ConfigCompositionException: Could not override 'model.width'."),
-        (["data=nowhere"], "MissingConfigException: In 'train': Could not find 'data/nowhere' Available options"),
-        (["model.heads=5"], "ValueError: 'model.hidden_channels' needs a multiple of heads=5 (got 32)"),
-        ([*TINY, "data.task.max_size=none"], "TypeError: 'data.task.max_size' needs an integer (got str 'none')"),
-    ],
-    ids=["key", "choice", "model", "data"],
-)
-def test_errors_of_a_user_are_one_line(tmp_path, overrides, line):
-    done = start("train.py", overrides, tmp_path)
+ERRORS = {
+    "ConfigCompositionException: Could not override 'model.width'.": ["model.width=3"],
+    "ValueError: 'model.hidden_channels' needs a multiple of heads=5 (got 32)": ["model.heads=5"],
+    "TypeError: 'data.task.max_size' needs an integer (got str 'none')": [*TINY, "data.task.max_size=none"],
+}
+# What each command says as it ends.
+FAILED = """
+import os, sys
+from pyg_dfgnn.training.__main__ import command
+
+os.chdir({folder!r})
+for overrides in {errors!r}:
+    sys.argv = ["train.py", *overrides]
+    try:
+        command()
+    except SystemExit as error:
+        print(error, file=sys.stderr)
+"""
+
+
+def test_an_error_of_a_user_is_one_line(tmp_path):
+    done = start("train.py", ["data=nowhere"], tmp_path)
+    line = "MissingConfigException: In 'train': Could not find 'data/nowhere' Available options"
     assert done.returncode == 1 and done.stderr.startswith(line) and len(done.stderr.splitlines()) == 1
-    assert done.stderr.endswith("(HYDRA_FULL_ERROR=1 shows the traceback)\n")
+
+
+def test_errors_of_a_user_are_one_line_each(tmp_path):
+    _, said = run_script(FAILED.format(folder=str(tmp_path), errors=list(ERRORS.values())), tmp_path)
+    for line, expected in zip(said.splitlines(), ERRORS, strict=True):
+        assert line.startswith(expected) and line.endswith("(HYDRA_FULL_ERROR=1 shows the traceback)")
 
 
 def test_the_traceback_is_there_for_who_wants_it(tmp_path, monkeypatch):
