@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+import torch
 import torch.nn.functional as F
 import torch_geometric.nn as pyg
 from torch import Tensor, nn
@@ -300,6 +301,66 @@ def _call_layer(model: nn.Module, batch: Any) -> Tensor:
     return model(batch.x.detach().requires_grad_(), batch.edge_index)  # type: ignore[no-any-return]
 
 
+def _mlp_norm(inputs: int, width: int) -> nn.Module:
+    return nn.Sequential(*_mlp(inputs, width), nn.LayerNorm(width))  # type: ignore[misc]
+
+
+EDGE_NETWORKS: dict[str, tuple[Callable[[int, int], nn.Module], int]] = {
+    # (width, width of edges) -> layer, and the width.
+    "edgeconv_max": (lambda w, _: layers.OfNodes(pyg.EdgeConv(_mlp(2 * w, w))), 64),
+    "edgeconv_add": (lambda w, _: layers.OfNodes(pyg.EdgeConv(_mlp(2 * w, w), aggr="add")), 64),
+    "egnn": (lambda w, _: layers.Equivariant(_mlp(2 * w + 1, w), _mlp(2 * w, w)), 64),
+    "cfconv": (lambda w, e: layers.Filtered(_mlp(e, w), nn.Linear(w, w)), 64),
+    "meshgraphnet": (lambda w, e: layers.MeshBlock(_mlp_norm(2 * w + e, w), _mlp_norm(2 * w, w), e == w), 128),
+    "gates": (lambda w, _: layers.Gates(_mlp(2 * w, w), _mlp(2 * w, w)), 64),
+    "nnconv": (lambda w, e: layers.OfEdges(pyg.NNConv(w, w, _mlp(e, w * w), aggr="mean")), 16),
+}
+
+
+def _call_mesh(model: nn.Module, batch: Any) -> Tensor:
+    return model(batch.x, batch.edge_index, batch.pos, batch.edge_attr)  # type: ignore[no-any-return]
+
+
+def _edge_networks(small: bool) -> Iterator[Case]:
+    for name, (layer, width) in EDGE_NETWORKS.items():
+        count, nodes, width = (2, 12, 8) if small else (1024, 71, width)
+        edge_width = width if name == "meshgraphnet" else 16
+
+        def make(_: Any, layer: Any = layer, sizes: tuple[int, int] = (width, edge_width)) -> nn.Module:
+            return layers.OnMeshes([layer(*sizes) for _ in range(2)])
+
+        source = partial(data.meshes, count, nodes, width, edge_width)
+        yield Case("edge_networks", name, f"h{width}", source, make, _call_mesh, _numbers, (), "whole")
+
+
+def _call_forces(model: nn.Module, batch: Any) -> Tensor:
+    positions = batch.pos.detach().requires_grad_()
+    energies = model(batch.x, positions, batch.edge_index, batch.batch, batch.num_graphs)
+    (slopes,) = torch.autograd.grad(energies.sum(), positions, create_graph=True)
+    return torch.cat([energies, -slopes.flatten()])
+
+
+def _energies_and_forces(out: Tensor, batch: Any) -> Tensor:
+    # The geometries are relaxed: forces are to be zero.
+    energies, forces = out[: batch.num_graphs], out[batch.num_graphs :]
+    return F.mse_loss(energies, batch.y) + forces.square().mean()
+
+
+def _forces(small: bool) -> Iterator[Case]:
+    batch, width = (4, 8) if small else (128, 64)
+    blocks: dict[str, Callable[[], nn.Module]] = {
+        "schnet": lambda: layers.FilterBlock(width, layers.BASIS),
+        "painn": lambda: layers.VectorBlock(width, layers.BASIS),
+    }
+    for name, block in blocks.items():
+
+        def make(_: Any, block: Any = block) -> nn.Module:
+            return layers.Energies([block() for _ in range(3)], width)
+
+        source = partial(data.qm9, batch, True)
+        yield Case("forces", name, f"qm9-b{batch}-h{width}", source, make, _call_forces, _energies_and_forces)
+
+
 HOST: dict[str, Callable[[int], nn.Module]] = {
     **{
         name: lambda w, conv=TWO_LAYERS[name]: conv(w, w, None)  # type: ignore[misc]
@@ -332,5 +393,7 @@ LOOPS: dict[str, Callable[[bool], Iterator[Case]]] = {
     "dynamic": _dynamic,
     "relations": _relations,
     "own": _own,
+    "edge_networks": _edge_networks,
+    "forces": _forces,
     "host": _host,
 }

@@ -102,8 +102,13 @@ def molecules(batch_size: int) -> Source:
 
 
 @cache
-def qm9(batch_size: int) -> Source:
-    """Molecules of QM9 with edges between atoms within 5 Angstrom, else made ones of 18 atoms."""
+def qm9(batch_size: int, has_positions: bool = False) -> Source:
+    """Molecules of QM9 with edges between atoms within 5 Angstrom, else made ones of 18 atoms.
+
+    Args:
+        batch_size: Molecules of a batch.
+        has_positions: Whether they have positions, in place of functions of the lengths of edges.
+    """
     path, graphs, count = _file("qm9_24k"), [], min(POOL * batch_size, 20_000)
     if path is not None:
         file = np.load(path)
@@ -127,7 +132,8 @@ def qm9(batch_size: int) -> Source:
         distance = torch.cdist(position, position)
         edges = ((distance < RADIUS) & ~torch.eye(len(x), dtype=torch.bool)).nonzero().t()
         lengths = distance[edges[0], edges[1]].view(-1, 1)
-        graphs.append(Data(x=x, edge_index=edges, edge_attr=torch.exp(-2 * (lengths - centres) ** 2), y=target))
+        more = {"pos": position} if has_positions else {"edge_attr": torch.exp(-2 * (lengths - centres) ** 2)}
+        graphs.append(Data(x=x, edge_index=edges, y=target, **more))
     return _batched(_grouped(graphs, batch_size), "generated" if path is None else path.stem)
 
 
@@ -283,6 +289,20 @@ def graphs(
             )
         )
     return Source(batches, [])
+
+
+@cache
+def meshes(count: int, nodes: int, width: int, edge_width: int) -> Source:
+    """Meshes in one graph, each of points in a square that are joined to their 8 nearest, with features of both."""
+    generator = rng(5)
+    points = torch.rand(count, nodes, 2, generator=generator)
+    near = torch.cdist(points, points).topk(9, largest=False).indices[:, :, 1:]
+    first = torch.arange(count).view(-1, 1, 1) * nodes
+    edge_index = torch.stack([(near + first).flatten(), torch.arange(count * nodes).repeat_interleave(8)])
+    x = torch.randn(count * nodes, width, generator=generator)
+    edge_attr = torch.randn(edge_index.size(1), edge_width, generator=generator)
+    target = torch.randn(count * nodes, width, generator=generator)
+    return Source([Data(x=x, edge_index=edge_index, pos=points.view(-1, 2), edge_attr=edge_attr, target=target)], [])
 
 
 @cache

@@ -13,6 +13,8 @@ from torch import Tensor, nn
 from torch_geometric.nn import MessagePassing, global_mean_pool
 from torch_geometric.utils import scatter
 
+from pyg_dfgnn.models.continuous_filter import ContinuousFilterConv
+
 
 class GatedGCN(MessagePassing):
     """Sums with gates per channel of both ends and the edge, whose features are updated too."""
@@ -254,6 +256,165 @@ class Clouds(nn.Module):
             else:
                 x = conv(x, nearest(x, clouds, self.k))
         return self.head(x.view(clouds, -1, x.size(-1)).amax(dim=1))  # type: ignore[no-any-return]
+
+
+class OfNodes(nn.Module):
+    """A conv that reads features of nodes alone."""
+
+    def __init__(self, conv: nn.Module) -> None:
+        super().__init__()
+        self.conv = conv
+
+    def forward(self, x: Tensor, edge_index: Tensor, pos: Tensor, edge: Tensor) -> Tensor:
+        return self.conv(x, edge_index)  # type: ignore[no-any-return]
+
+
+class OfEdges(OfNodes):
+    """A conv that reads features of edges too."""
+
+    def forward(self, x: Tensor, edge_index: Tensor, pos: Tensor, edge: Tensor) -> Tensor:
+        return self.conv(x, edge_index, edge)  # type: ignore[no-any-return]
+
+
+class Equivariant(MessagePassing):
+    """A network on both ends and their squared distance, summed (EGNN without moving positions)."""
+
+    def __init__(self, net: nn.Module, update: nn.Module) -> None:
+        super().__init__(aggr="add")
+        self.net, self.renew = net, update
+
+    def forward(self, x: Tensor, edge_index: Tensor, pos: Tensor, edge: Tensor) -> Tensor:
+        return x + self.renew(torch.cat([x, self.propagate(edge_index, x=x, pos=pos)], dim=-1))  # type: ignore[no-any-return]
+
+    def message(self, x_i: Tensor, x_j: Tensor, pos_i: Tensor, pos_j: Tensor) -> Tensor:
+        distance = (pos_i - pos_j).square().sum(dim=-1, keepdim=True)
+        return F.silu(self.net(torch.cat([x_i, x_j, distance], dim=-1)))
+
+
+class Filtered(MessagePassing):
+    """Sources times a network of the edge (SchNet)."""
+
+    def __init__(self, net: nn.Module, lin: nn.Module) -> None:
+        super().__init__(aggr="add")
+        self.net, self.lin = net, lin
+
+    def forward(self, x: Tensor, edge_index: Tensor, pos: Tensor, edge: Tensor) -> Tensor:
+        return self.propagate(edge_index, x=self.lin(x), edge=edge)  # type: ignore[no-any-return]
+
+    def message(self, x_j: Tensor, edge: Tensor) -> Tensor:
+        return x_j * self.net(edge)
+
+
+class MeshBlock(MessagePassing):
+    """New features of edges by a network of the ends and the old ones; their sums update nodes (MeshGraphNet)."""
+
+    def __init__(self, net: nn.Module, update: nn.Module, adds: bool) -> None:
+        super().__init__(aggr="add")
+        self.net, self.renew, self.adds = net, update, adds
+
+    def forward(self, x: Tensor, edge_index: Tensor, pos: Tensor, edge: Tensor) -> tuple[Tensor, Tensor]:
+        row, col = edge_index
+        new = self.net(torch.cat([x[col], x[row], edge], dim=-1))
+        new = new + edge if self.adds else new
+        return x + self.renew(torch.cat([x, self.propagate(edge_index, edge=new, size=(len(x), len(x)))], dim=-1)), new
+
+    def message(self, edge: Tensor) -> Tensor:
+        return edge
+
+
+class Gates(MessagePassing):
+    """A network on both ends times the sigmoid of another."""
+
+    def __init__(self, gate: nn.Module, net: nn.Module) -> None:
+        super().__init__(aggr="add")
+        self.gate, self.net = gate, net
+
+    def forward(self, x: Tensor, edge_index: Tensor, pos: Tensor, edge: Tensor) -> Tensor:
+        return self.propagate(edge_index, x=x)  # type: ignore[no-any-return]
+
+    def message(self, x_i: Tensor, x_j: Tensor) -> Tensor:
+        both = torch.cat([x_i, x_j], dim=-1)
+        return torch.sigmoid(self.gate(both)) * self.net(both)
+
+
+class OnMeshes(nn.Module):
+    """Layers on nodes and edges with positions."""
+
+    def __init__(self, convs: list[nn.Module]) -> None:
+        super().__init__()
+        self.convs = nn.ModuleList(convs)
+
+    def forward(self, x: Tensor, edge_index: Tensor, pos: Tensor, edge: Tensor) -> Tensor:
+        for conv in self.convs:
+            out = conv(x, edge_index, pos, edge)
+            x, edge = out if isinstance(out, tuple) else (out, edge)
+        return x
+
+
+BASIS = 20
+"""Functions that the length of an edge is expanded in."""
+
+
+class FilterBlock(nn.Module):
+    """A residual convolution whose filter is a network of the length (SchNet)."""
+
+    def __init__(self, width: int, basis: int) -> None:
+        super().__init__()
+        self.conv = ContinuousFilterConv(width, basis)
+
+    def forward(self, x: Tensor, vectors: Tensor, edge_index: Tensor, *edge: Tensor) -> tuple[Tensor, Tensor]:
+        expanded, cut, _ = edge
+        return x + self.conv(x, edge_index, expanded, cut), vectors
+
+
+class VectorBlock(MessagePassing):
+    """Messages of scalars and of vectors `[N, 3, F]`, each of both (PaiNN)."""
+
+    def __init__(self, width: int, basis: int) -> None:
+        super().__init__(aggr="add", node_dim=0)
+        self.net = nn.Sequential(nn.Linear(width, width), nn.SiLU(), nn.Linear(width, 3 * width))
+        self.filter, self.mix = nn.Linear(basis, 3 * width), nn.Linear(2 * width, width)
+
+    def forward(self, x: Tensor, vectors: Tensor, edge_index: Tensor, *edge: Tensor) -> tuple[Tensor, Tensor]:
+        expanded, cut, direction = edge
+        weight = self.filter(expanded) * cut
+        new, moved = self.propagate(edge_index, phi=self.net(x), vectors=vectors, weight=weight, direction=direction)
+        vectors = vectors + moved
+        # The square is smooth where a vector is zero.
+        return x + self.mix(torch.cat([new, vectors.square().sum(dim=1)], dim=-1)), vectors
+
+    def message(self, phi_j: Tensor, vectors_j: Tensor, weight: Tensor, direction: Tensor) -> tuple[Tensor, Tensor]:
+        scalar, along, of_vectors = torch.split(phi_j * weight, phi_j.size(-1) // 3, dim=-1)
+        return scalar, vectors_j * of_vectors.unsqueeze(1) + direction.unsqueeze(-1) * along.unsqueeze(1)
+
+    def aggregate(self, inputs: Any, index: Tensor, dim_size: int | None = None) -> tuple[Tensor, Tensor]:  # type: ignore[override]
+        scalar, vectors = (scatter(each, index, 0, dim_size=dim_size, reduce="sum") for each in inputs)
+        return scalar, vectors
+
+    def update(self, inputs: Any) -> Any:
+        return inputs
+
+
+class Energies(nn.Module):
+    """An energy per molecule of the elements and positions of its atoms, by residual blocks."""
+
+    def __init__(self, blocks: list[nn.Module], width: int, cutoff: float = 5.0) -> None:
+        super().__init__()
+        self.embed, self.blocks, self.cutoff = nn.Embedding(120, width), nn.ModuleList(blocks), cutoff
+        self.head = nn.Sequential(nn.Linear(width, width // 2), nn.SiLU(), nn.Linear(width // 2, 1))
+        self.register_buffer("centres", torch.linspace(0.0, cutoff, BASIS))
+
+    def forward(self, x: Tensor, pos: Tensor, edge_index: Tensor, batch: Tensor, graphs: int) -> Tensor:
+        row, col = edge_index
+        step = pos[row] - pos[col]
+        length = step.norm(dim=-1, keepdim=True)
+        expanded = torch.exp(-((length - self.centres) ** 2) / (2 * (self.cutoff / BASIS) ** 2))
+        cut = 0.5 * (torch.cos(length * (torch.pi / self.cutoff)) + 1.0)
+        x = self.embed(x)
+        vectors = x.new_zeros(len(x), 3, x.size(1))
+        for block in self.blocks:
+            x, vectors = block(x, vectors, edge_index, expanded, cut, step / length)
+        return scatter(self.head(x).squeeze(-1), batch, 0, dim_size=graphs, reduce="sum")
 
 
 class Alone(nn.Module):
