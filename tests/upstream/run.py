@@ -337,7 +337,11 @@ def run(which: str, options: argparse.Namespace, folder: Path) -> dict:
                 command, cwd=options.tests, env=environment, stdout=stream, stderr=subprocess.STDOUT, check=False
             )
             if ended.returncode or not result.exists():
-                raise SystemExit(f"the run with {which} did not finish:\n{log.read_text()[-4000:]}")
+                text = log.read_text()
+                # A process that dies writes where it stood.
+                fatal = text.find("Fatal Python error")
+                text = text[-4000:] if fatal < 0 else text[max(fatal - 1000, 0) : fatal + 4000]
+                raise SystemExit(f"the run with {which} did not finish:\n{text}")
             is_lost = json.loads(result.read_text())["is_lost"]
     return {**json.loads(result.read_text()), "log": log.read_text()}
 
