@@ -11,6 +11,7 @@ from torch_geometric.nn import GATConv, GraphConv, HeteroConv, SAGEConv
 import pyg_dfgnn
 import pyg_dfgnn.nn
 from pyg_dfgnn.nn.conv import hetero_conv
+from tests.emu import needs_compiler
 from tests.kernels.emulated import emulated_device
 
 WIDTH = 6
@@ -89,6 +90,38 @@ def test_relations_are_what_they_are_one_by_one(name):
         with emulated_device():
             found = results(ours, x, edges)
         assert_equal(found, results(own, x, edges))
+
+
+ATTENTION = {
+    "pairs": lambda _: GATConv((WIDTH, WIDTH), 4, heads=2, add_self_loops=False),
+    "one width": lambda _: GATConv(WIDTH, 4, heads=2, add_self_loops=False, bias=False),
+    "mean of heads": lambda _: GATConv((WIDTH, WIDTH), WIDTH, heads=3, concat=False, add_self_loops=False),
+    "mixed": lambda relation: (
+        SAGEConv((WIDTH, WIDTH), 8)
+        if relation[1] in ("on", "in", "to")
+        else GATConv((WIDTH, WIDTH), 4, heads=2, add_self_loops=False, dropout=0.5 * (relation[1] == "of"))
+    ),
+}
+
+
+@needs_compiler
+@pytest.mark.parametrize("name", ATTENTION)
+def test_relations_of_attention_are_what_they_are_one_by_one(name):
+    torch.manual_seed(0)
+    own = HeteroConv({relation: ATTENTION[name](relation) for relation in RELATIONS}).eval()
+    ours, own = pyg_dfgnn.accelerate(copy.deepcopy(own)), own.double()
+    for seed, left_out in ((0, ()), (1, RELATIONS[:3]), (2, (RELATIONS[5],))):
+        x, edges = batch(seed, left_out)
+        with emulated_device() as launched:
+            found = results(ours, {name: rows.float() for name, rows in x.items()}, edges)
+        want = results(own, x, edges)
+        assert found[0] == want[0]
+        for key in want[1]:
+            torch.testing.assert_close(
+                found[1][key].double(), want[1][key], rtol=1e-4, atol=1e-5, msg=lambda t, key=key: f"{key}: {t}"
+            )
+        forward = [each for each in launched if "forward" in each]
+        assert len(forward) == 1, forward
 
 
 @pytest.mark.parametrize("aggr", ["mean", "max", "cat", None])

@@ -1,7 +1,7 @@
 """PyG's HeteroConv with the sums of many relations in one gather, and one product for each type of targets."""
 
 from collections.abc import Mapping, Sequence
-from itertools import accumulate
+from itertools import accumulate, chain
 from typing import Any
 
 import torch
@@ -10,11 +10,25 @@ from torch import Tensor
 from torch_geometric.nn import conv
 
 from pyg_dfgnn.frontend.derived import EdgeDerived
+from pyg_dfgnn.graph import Graph
+from pyg_dfgnn.nn.conv.gat_conv import GATConv
 from pyg_dfgnn.nn.conv.graph_conv import GraphConv
 from pyg_dfgnn.nn.conv.sage_conv import SAGEConv
 from pyg_dfgnn.nn.dense.hetero_linear import LINEAR
-from pyg_dfgnn.nn.gate import has_hooks, is_plain_layer, lacks_kernels, module_reasons, statistics_of
+from pyg_dfgnn.nn.gate import (
+    has_hooks,
+    is_plain_layer,
+    kernel_reasons,
+    lacks_kernels,
+    module_reasons,
+    promoted_dtype,
+    settle,
+    statistics_of,
+    storage_dtype,
+)
+from pyg_dfgnn.ops.attention.functional import add_attention
 from pyg_dfgnn.ops.eager import is_eager
+from pyg_dfgnn.ops.graph import unmeasured_graph
 from pyg_dfgnn.ops.visits import MEASURED_NUMBERS
 from pyg_dfgnn.settings import current
 
@@ -24,8 +38,10 @@ _MOST_NUMBERS = 1 << 24
 """Numbers of all sources from which a copy of them takes longer than what the host saves."""
 
 Relation = tuple[str, str, str]
-Options = tuple[bool, int, int]
-"""Whether messages are averaged, and the widths of sources and results."""
+Options = tuple[Any, ...]
+"""What relations agree about that are computed together: the kind of conv, its options, and the widths."""
+Nodes = Mapping[str, Tensor]
+Edges = Mapping[Relation, Tensor]
 
 
 class HeteroConv(conv.HeteroConv):
@@ -36,7 +52,8 @@ class HeteroConv(conv.HeteroConv):
              = [a_{i1}, a_{i2}, \ldots, x_i] \, [W_1, W_2, \ldots, \textstyle\sum_r V_r]^T
 
     Five or more relations of `SAGEConv` or `GraphConv` with sums or means, whose results are added up, are one gather
-    and one scatter for all of them, and one product for each type of targets. All others run one by one.
+    and one scatter for all of them, and one product for each type of targets; those of `GATConv` are one attention
+    kernel, and one product for each type of nodes at either end. All others run one by one.
     """
 
     def forward(self, *args_dict: Any, **kwargs_dict: Any) -> dict[str, Tensor]:
@@ -49,7 +66,9 @@ class HeteroConv(conv.HeteroConv):
         joined = {relation for group in groups.values() for relation in group}
         rest = {relation: edges for relation, edges in edge_index_dict.items() if relation not in joined}
         found = [super().forward(x_dict, rest)]
-        found += [self._joined(options, group, x_dict, edge_index_dict) for options, group in groups.items()]
+        for (kind, *options), group in groups.items():
+            together = self._attention if kind is GATConv else self._sums
+            found.append(together(group, options, x_dict, edge_index_dict))
         out_dict: dict[str, Tensor] = {}
         for relation in self.convs.keys():
             parts = [each[relation[-1]] for each in found if relation[-1] in each]
@@ -57,9 +76,7 @@ class HeteroConv(conv.HeteroConv):
                 out_dict[relation[-1]] = sum(parts[1:], parts[0])
         return out_dict
 
-    def _groups(
-        self, x_dict: Mapping[str, Tensor], edge_index_dict: Mapping[Relation, Tensor]
-    ) -> dict[Options, list[Relation]]:
+    def _groups(self, x_dict: Nodes, edge_index_dict: Edges) -> dict[Options, list[Relation]]:
         """Return the relations that are computed together."""
         if self.aggr != "sum" or torch.compiler.is_compiling() or not is_eager() or current().deterministic:
             return {}
@@ -74,53 +91,115 @@ class HeteroConv(conv.HeteroConv):
         return {
             options: group
             for options, group in groups.items()
-            if len(group) >= _LEAST_RELATIONS and _is_small(group, x_dict, edge_index_dict)
+            if len(group) >= _LEAST_RELATIONS and _is_small(group, options[-1], x_dict, edge_index_dict)
         }
 
-    def _joined(
-        self,
-        options: Options,
-        group: Sequence[Relation],
-        x_dict: Mapping[str, Tensor],
-        edge_index_dict: Mapping[Relation, Tensor],
+    def _sums(
+        self, group: Sequence[Relation], options: Sequence[Any], x_dict: Nodes, edge_index_dict: Edges
     ) -> dict[str, Tensor]:
-        """Return what relations with equal options give to each type, by one gather of all."""
-        averages, width, _ = options
+        """Return what relations of sums or means give to each type."""
+        _, averages, width = options
         sources = list(dict.fromkeys(relation[0] for relation in group))
-        targets: dict[str, list[Relation]] = {}
-        for relation in group:
-            targets.setdefault(relation[-1], []).append(relation)
         firsts = dict(zip(sources, accumulate((x_dict[name].size(0) for name in sources), initial=0)))
-        counts = [x_dict[name].size(0) * len(relations) for name, relations in targets.items()]
-        begins = dict(zip(targets, accumulate(counts, initial=0)))
-        # The sums of a target follow each other, by relation: a row of what its product takes.
-        numbers = [
-            number
-            for name, _, target in group
-            for number in (
-                firsts[name],
-                len(targets[target]),
-                begins[target] + targets[target].index((name, _, target)),
-            )
-        ]
-        row, col = _edges(*(edge_index_dict[relation] for relation in group), *numbers)
+        targets = _Places([relation[-1] for relation in group], x_dict)
+        places = [(firsts[relation[0]], 1, *targets[k]) for k, relation in enumerate(group)]
+        (edges,) = _edges(*(edge_index_dict[relation] for relation in group), *chain(*places))
+        row, col = edges
         x = torch.cat([x_dict[name] for name in sources]) if len(sources) > 1 else x_dict[sources[0]]
-        sums = x.new_zeros(sum(counts), width).index_add(0, col, x.index_select(0, row))
+        sums = x.new_zeros(targets.count, width).index_add(0, col, x.index_select(0, row))
         if averages:
-            edges_of = x.new_zeros(sum(counts)).index_add(0, col, x.new_ones(1).expand(col.size(0)))
+            edges_of = x.new_zeros(targets.count).index_add(0, col, x.new_ones(1).expand(col.size(0)))
             sums = sums / edges_of.clamp(min=1).view(-1, 1)
         outs = {}
-        for (name, relations), rows in zip(targets.items(), sums.split(counts), strict=True):
-            layers = [_layers(self.convs[relation]) for relation in relations]
-            weights, inputs = [neighbours.weight for neighbours, _ in layers], [rows.view(-1, width * len(relations))]
+        for name, rows in targets.split(sums).items():
+            layers = [_layers(self.convs[group[k]]) for k in targets.members[name]]
+            weights, inputs = [neighbours.weight for neighbours, _ in layers], [rows.reshape(-1, width * len(layers))]
             roots = [root.weight for _, root in layers if root is not None]
             if roots:
-                weights.append(torch.stack(roots).sum(0) if len(roots) > 1 else roots[0])
+                weights.append(_total(roots))
                 inputs.append(x_dict[name])
             biases = [layer.bias for both in layers for layer in both if layer is not None and layer.bias is not None]
-            bias = None if not biases else torch.stack(biases).sum(0) if len(biases) > 1 else biases[0]
-            outs[name] = F.linear(torch.cat(inputs, dim=1), torch.cat(weights, dim=1), bias)
+            outs[name] = F.linear(torch.cat(inputs, dim=1), torch.cat(weights, dim=1), _total(biases))
         return outs
+
+    def _attention(
+        self, group: Sequence[Relation], options: Sequence[Any], x_dict: Nodes, edge_index_dict: Edges
+    ) -> dict[str, Tensor]:
+        """Return what relations of attention give to each type: a relation's ends are rows of their own."""
+        layers = [self.convs[relation] for relation in group]
+        first, (heads, channels, _, slope, dropout, _) = layers[0], options
+        sources, targets = (_Places([relation[end] for relation in group], x_dict) for end in (0, -1))
+        places = [(*sources[k], *targets[k]) for k in range(len(group))]
+        (edges,) = _edges(*(edge_index_dict[relation] for relation in group), *chain(*places))
+        values, by_source, by_target = [], [], []
+        for name, members in sources.members.items():
+            weights = [_projections(layers[k])[0].weight for k in members]
+            value = F.linear(x_dict[name], torch.cat(weights)).view(-1, len(members), heads, channels)
+            values.append(value.flatten(0, 1))
+            att = torch.cat([layers[k].att_src for k in members])
+            by_source.append((value * att).sum(-1).flatten(0, 1))
+        for name, members in targets.members.items():
+            weight = torch.stack([_projections(layers[k])[1].weight for k in members]).view(
+                -1, channels, x_dict[name].size(1)
+            )
+            att = torch.cat([layers[k].att_dst.view(heads, channels, 1) for k in members])
+            by_target.append(F.linear(x_dict[name], (weight * att).sum(1)).view(-1, heads))
+        graph: Graph | None = unmeasured_graph(id(self), edges, sources.count, targets.count, False, False)
+        if graph is None:
+            graph = Graph.resolve(edges, sources.count, targets.count, False, False)
+        value = torch.cat(values)
+        out = add_attention(
+            graph,
+            value,
+            torch.cat(by_source),
+            torch.cat(by_target),
+            negative_slope=slope,
+            dropout_p=dropout,
+            concat=first.concat,
+        )
+        out = settle(out, promoted_dtype(value.dtype, first.att_src.dtype, value.is_cuda), not first.concat)
+        outs = {}
+        for name, rows in targets.split(out).items():
+            bias = _total([layers[k].bias for k in targets.members[name] if layers[k].bias is not None])
+            outs[name] = rows.sum(1) if bias is None else rows.sum(1) + bias
+        return outs
+
+
+class _Places:
+    """Rows for each relation and node of a type at one end, those of a node behind each other.
+
+    Args:
+        names: Type of each relation.
+        x_dict: Features, whose numbers of rows are those of the nodes.
+
+    Attributes:
+        members: Type -> its relations, by number.
+        count: Number of rows.
+    """
+
+    def __init__(self, names: Sequence[str], x_dict: Nodes) -> None:
+        self.members: dict[str, list[int]] = {}
+        for k, name in enumerate(names):
+            self.members.setdefault(name, []).append(k)
+        self.names = names
+        self.sizes = [x_dict[name].size(0) * len(members) for name, members in self.members.items()]
+        self.begins = dict(zip(self.members, accumulate(self.sizes, initial=0)))
+        self.count = sum(self.sizes)
+
+    def __getitem__(self, k: int) -> tuple[int, int]:
+        """Return the row of the first node for a relation, and how many rows the next node is away."""
+        members = self.members[self.names[k]]
+        return self.begins[self.names[k]] + members.index(k), len(members)
+
+    def split(self, rows: Tensor) -> dict[str, Tensor]:
+        """Return the rows of each type, [N, relations, ...]."""
+        parts = zip(self.members.items(), rows.split(self.sizes), strict=True)
+        return {name: part.view(-1, len(members), *part.shape[1:]) for (name, members), part in parts}
+
+
+def _total(tensors: Sequence[Tensor]) -> Tensor | None:
+    """Return the sum of tensors; None of none."""
+    return None if not tensors else torch.stack(list(tensors)).sum(0) if len(tensors) > 1 else tensors[0]
 
 
 def _is_matrix(x: Any) -> bool:
@@ -134,50 +213,74 @@ def _layers(layer: Any) -> tuple[Any, Any]:
     return layer.lin_rel, layer.lin_root
 
 
+def _projections(layer: Any) -> tuple[Any, Any]:
+    """Return the linear layers of an attention for its sources and for its targets."""
+    lin = layer._modules.get("lin")
+    return (lin, lin) if lin is not None else (layer.lin_src, layer.lin_dst)
+
+
 def _options(layer: Any, x: Tensor, to: Tensor) -> Options | None:
     """Return what relations must agree about to be computed together; None for a conv that is not."""
-    if type(layer) not in (SAGEConv, GraphConv) or has_hooks(layer) or "forward" in layer.__dict__:
+    kind = type(layer)
+    if kind not in (SAGEConv, GraphConv, GATConv) or has_hooks(layer) or "forward" in layer.__dict__:
         return None
-    if module_reasons(layer, False) or layer.flow != "source_to_target":
+    if module_reasons(layer, False) or layer.flow != "source_to_target" or x.device != to.device:
         return None
-    if isinstance(layer, SAGEConv) and (layer.project or layer.normalize):
+    if kind is GATConv:
+        return _attention_options(layer, x, to)
+    if kind is SAGEConv and (layer.project or layer.normalize):
         return None
     statistics, layers = statistics_of(layer._modules["aggr_module"]), [each for each in _layers(layer) if each]
-    if statistics not in (("sum",), ("mean",)) or not all(is_plain_layer(each, LINEAR) for each in layers):
+    if statistics not in (("sum",), ("mean",)) or not _fit(layers, (x, to) if len(layers) > 1 else (x,)):
         return None
-    dtypes = {x.dtype, to.dtype, *(each.weight.dtype for each in layers)}
-    fits = layers[0].weight.size(1) == x.size(1) and layers[-1].weight.size(1) == (to if len(layers) > 1 else x).size(1)
-    if len(dtypes) > 1 or not fits or x.device != to.device:
-        return None
-    return statistics == ("mean",), x.size(1), layers[0].weight.size(0)
+    return SAGEConv, layers[0].weight.size(0), statistics == ("mean",), x.size(1)
 
 
-def _is_small(
-    group: Sequence[Relation], x_dict: Mapping[str, Tensor], edge_index_dict: Mapping[Relation, Tensor]
-) -> bool:
+def _attention_options(layer: Any, x: Tensor, to: Tensor) -> Options | None:
+    both = _projections(layer)
+    if layer.add_self_loops or layer.lin_edge is not None or layer.res is not None or not _fit(both, (x, to)):
+        return None
+    # Terms of logits are in the dtype of the features here.
+    if both[0].bias is not None or x.dtype is not torch.float32 or torch.is_autocast_enabled(x.device.type):
+        return None
+    dropout = float(layer.dropout) if layer.training else 0.0
+    field = *layer._question(), storage_dtype(x), x.device, False, dropout > 0
+    if kernel_reasons(GATConv, *field):
+        return None
+    options = layer.heads, layer.out_channels, layer.concat, float(layer.negative_slope), dropout
+    return GATConv, *options, layer.heads * layer.out_channels
+
+
+def _fit(layers: Sequence[Any], inputs: Sequence[Tensor]) -> bool:
+    """Return whether linear layers are plain and take these inputs, in one dtype."""
+    if not all(is_plain_layer(layer, LINEAR) for layer in layers):
+        return False
+    dtypes = {each.dtype for each in (*inputs, *(layer.weight for layer in layers))}
+    return len(dtypes) == 1 and all(layer.weight.size(1) == x.size(1) for layer, x in zip(layers, inputs))
+
+
+def _is_small(group: Sequence[Relation], width: int, x_dict: Nodes, edge_index_dict: Edges) -> bool:
     """Return whether the host, and not the device, limits relations that run one by one."""
-    sources, width = {relation[0] for relation in group}, x_dict[group[0][0]].size(1)
+    sources = sum(x_dict[name].size(0) for name, *_ in group)
     edges = sum(edge_index_dict[relation].size(1) for relation in group)
-    return sum(x_dict[name].numel() for name in sources) < _MOST_NUMBERS and edges * width < MEASURED_NUMBERS
+    return sources * width < _MOST_NUMBERS and edges * width < MEASURED_NUMBERS
 
 
 def _joined_edges(*args: Any) -> Sequence[Tensor]:
-    """Return the edges of relations behind each other, as rows of all sources and of all sums.
+    """Return the edges of relations behind each other, as rows that each relation has at either end.
 
     Args:
-        args: The edges of each relation, and for each the first source, the number of sums of a target, and the first
-            sum.
+        args: The edges of each relation, and for each the row of its first source, how many rows the next is away, and
+            the same of targets.
     """
-    count = len(args) // 4
+    count = len(args) // 5
     edges, numbers = args[:count], args[count:]
-    columns = [numbers[0::3], numbers[1::3], numbers[2::3], [each.size(1) for each in edges]]
-    device = edges[0].device
-    table = torch.tensor(columns, dtype=torch.int64)
+    device, sizes = edges[0].device, [each.size(1) for each in edges]
+    table = torch.tensor([*(numbers[k::4] for k in range(4)), sizes], dtype=torch.int64)
     # From pinned memory the host waits for no copy.
     table = table.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else table.to(device)
-    places = table[:3].repeat_interleave(table[3], dim=1, output_size=sum(columns[3]))
-    row, col = torch.cat(edges, dim=1)
-    return row + places[0], torch.addcmul(places[2], col, places[1])
+    places = table[:4].repeat_interleave(table[4], dim=1, output_size=sum(sizes))
+    return [torch.addcmul(places[0::2], torch.cat(edges, dim=1), places[1::2])]
 
 
 _edges = EdgeDerived(_joined_edges)
