@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -15,7 +15,7 @@ from torch_geometric.utils import degree
 
 from pyg_dfgnn.bench.cases import messages
 from pyg_dfgnn.bench.loops import data, layers
-from pyg_dfgnn.bench.loops.data import MAG, MAG_NODES, Source
+from pyg_dfgnn.bench.loops.data import MAG, MAG_NODES, TABLES, TABLES_NODES, Source
 
 NOT_CAPTURED = "each step has new edges that are no batch of small graphs, or a layer waits for the device"
 
@@ -126,11 +126,13 @@ def _call_blocks(model: nn.Module, batch: Any) -> Tensor:
 
 
 def _call_hetero(model: nn.Module, batch: Any) -> Tensor:
-    return model(batch.x_dict, batch.edge_index_dict, batch["paper"].y.size(0))  # type: ignore[no-any-return]
+    (labels,) = batch.y_dict.values()
+    return model(batch.x_dict, batch.edge_index_dict, labels.size(0))  # type: ignore[no-any-return]
 
 
 def _hetero_classes(out: Tensor, batch: Any) -> Tensor:
-    return F.cross_entropy(out, batch["paper"].y)
+    (labels,) = batch.y_dict.values()
+    return F.cross_entropy(out, labels)
 
 
 def _call_typed(model: nn.Module, batch: Any) -> Tensor:
@@ -163,13 +165,23 @@ def _sampled(small: bool) -> Iterator[Case]:
     )
     hetero, kinds = partial(data.sampled_mag, *place), list(MAG_NODES)
 
-    def convs(make: Callable[[], nn.Module]) -> Callable[[Any], nn.Module]:
-        return lambda _: layers.Hetero(kinds, [make() for _ in range(2)], width)
+    def convs(make: Callable[[], nn.Module], kinds: Sequence[str] = kinds) -> Callable[[Any], nn.Module]:
+        return lambda batch: layers.Hetero(kinds, [make() for _ in range(2)], width, *batch.y_dict)
+
+    def each(relations: Sequence[data.Relation], make: Callable[[], nn.Module]) -> Callable[[], nn.Module]:
+        return lambda: pyg.HeteroConv({relation: make() for relation in relations})
+
+    def attention() -> nn.Module:
+        return pyg.GATConv((width, width), width // 4, heads=4, add_self_loops=False)
 
     hgt = convs(lambda: pyg.HGTConv(width, width, (kinds, list(MAG)), heads=4))
     yield Case("sampled", "hgt", size, hetero, hgt, _call_hetero, _hetero_classes)
-    sage = convs(lambda: pyg.HeteroConv({relation: pyg.SAGEConv((width, width), width) for relation in MAG}))
-    yield Case("sampled", "hetero_sage", size, hetero, sage, _call_hetero, _hetero_classes)
+    tables = partial(data.sampled_tables, seeds // 2, *place[1:])
+    for name, layer in (("sage", lambda: pyg.SAGEConv((width, width), width)), ("gat", attention)):
+        mag = convs(each(MAG, layer))
+        yield Case("sampled", f"hetero_{name}", size, hetero, mag, _call_hetero, _hetero_classes)
+        of_tables = convs(each(TABLES, layer), list(TABLES_NODES))
+        yield Case("sampled", f"tables_{name}", size, tables, of_tables, _call_hetero, _hetero_classes)
 
 
 TWO_LAYERS: dict[str, Callable[[int, int, Any], nn.Module]] = {

@@ -23,6 +23,20 @@ MAG = (
     *(("paper", "topic", "field"), ("field", "rev_topic", "paper")),
 )
 MAG_NODES = {"paper": 736_389, "author": 1_134_649, "institution": 8_740, "field": 59_965}
+TABLES = tuple(
+    relation
+    for child, key, parent in (
+        *(
+            ("review", "by", "customer"),
+            ("review", "of", "product"),
+            ("order", "by", "customer"),
+            ("order", "of", "product"),
+        ),
+        *(("product", "in", "category"), ("customer", "likes", "category")),
+    )
+    for relation in ((child, key, parent), (parent, f"rev_{key}_{child}", child))
+)
+TABLES_NODES = {"customer": 200_000, "product": 50_000, "review": 2_000_000, "order": 1_000_000, "category": 1_000}
 PRODUCTS, PRODUCTS_NODES = (("n", "to", "n"),), {"n": 2_449_029}
 
 
@@ -234,21 +248,39 @@ def sampled(seeds: int, fans: tuple[int, ...], small: bool) -> Source:
     return Source(batches, [])
 
 
-@cache
-def sampled_mag(seeds: int, fans: tuple[int, ...], small: bool) -> Source:
-    """Subgraphs of a graph like ogbn-mag, features of 128 and 349 classes."""
+def _sampled_types(
+    relations: Sequence[Relation],
+    nodes: Mapping[str, int],
+    classes: int,
+    seeds: int,
+    fans: tuple[int, ...],
+    small: bool,
+) -> Source:
+    """Subgraphs around nodes of the type that the first relation points to, with features of 128 and classes."""
     batches = []
     for seed in range(POOL):
-        counts = {kind: 500 for kind in MAG_NODES} if small else MAG_NODES
-        sizes, _, layers = sample(MAG, counts, seeds, fans, seed, blocks=False, log_degree=1.2)
+        counts = {kind: 500 for kind in nodes} if small else nodes
+        sizes, _, layers = sample(relations, counts, seeds, fans, seed, blocks=False, log_degree=1.2)
         generator, data = rng(seed), HeteroData()
         for kind, size in sizes.items():
             data[kind].x = torch.randn(size, 128, generator=generator)
-        for relation in MAG:
+        for relation in relations:
             data[relation].edge_index = torch.cat([layer[relation] for layer in layers], dim=1)
-        data["paper"].y = torch.randint(349, (seeds,), generator=generator)
+        data[relations[0][-1]].y = torch.randint(classes, (seeds,), generator=generator)
         batches.append(data)
     return Source(batches, [])
+
+
+@cache
+def sampled_mag(seeds: int, fans: tuple[int, ...], small: bool) -> Source:
+    """Subgraphs of a graph like ogbn-mag, features of 128 and 349 classes."""
+    return _sampled_types(MAG, MAG_NODES, 349, seeds, fans, small)
+
+
+@cache
+def sampled_tables(seeds: int, fans: tuple[int, ...], small: bool) -> Source:
+    """Subgraphs of rows of five tables that refer to each other, as in relational databases, and two classes."""
+    return _sampled_types(TABLES, TABLES_NODES, 2, seeds, fans, small)
 
 
 @cache

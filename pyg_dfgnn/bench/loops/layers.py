@@ -5,6 +5,7 @@ The models have no kinks where a layer can do without: by a kink, rounding decid
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -206,10 +207,11 @@ class Blocks(nn.Module):
 
 
 class Hetero(nn.Module):
-    """A linear map per type, two convs on dictionaries, logits of the first papers."""
+    """A linear map per type, two convs on dictionaries, logits of the first nodes of a type."""
 
-    def __init__(self, kinds: list[str], convs: list[nn.Module], width: int) -> None:
+    def __init__(self, kinds: Sequence[str], convs: list[nn.Module], width: int, seeds: str = "paper") -> None:
         super().__init__()
+        self.seeds = seeds
         self.encode = nn.ModuleDict({kind: nn.Linear(128, width) for kind in kinds})
         self.convs, self.head = nn.ModuleList(convs), nn.Linear(width, 349)
 
@@ -217,7 +219,7 @@ class Hetero(nn.Module):
         x = {kind: F.silu(self.encode[kind](value)) for kind, value in x.items()}
         for conv in self.convs:
             x = {kind: F.silu(value) for kind, value in conv(x, edges).items()}
-        return self.head(x["paper"][:seeds])  # type: ignore[no-any-return]
+        return self.head(x[self.seeds][:seeds])  # type: ignore[no-any-return]
 
 
 class Typed(nn.Module):
