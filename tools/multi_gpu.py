@@ -20,10 +20,12 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+import torch_geometric.nn as pyg
 from hydra import compose, initialize_config_dir
 from torch import Tensor, nn
 from torch_geometric.data import Batch, Data
 
+import pyg_dfgnn
 import pyg_dfgnn.nn as convs
 from pyg_dfgnn import models
 from pyg_dfgnn.bench.generators import chung_lu
@@ -103,6 +105,12 @@ def same_partitioned(group: Group, small: bool) -> list[Result]:
         "GT": lambda: models.TransformerStack(64, 8, convs, layers=3),
         "GAT": lambda: models.GAT(64, 8, convs, hidden_channels=16, layers=3, dropout=0.0),
         "AGNN": lambda: models.AGNN(64, 8, convs, hidden_channels=128, layers=3, dropout=0.0),
+        "GCN": lambda: models.GCN(64, 8, convs, hidden_channels=128, layers=3, dropout=0.0),
+        "SAGE": lambda: models.SAGE(64, 8, convs, hidden_channels=128, layers=3, dropout=0.0),
+        # Of a layer without a drop-in, whose own code runs on a part.
+        "GEN": lambda: pyg_dfgnn.accelerate(
+            pyg.Sequential("x, edges", [(_gen(o), "x, edges -> x") for o in (64, 64, 8)])
+        ),
     }
     results = []
     for name, make in makers.items():
@@ -135,6 +143,10 @@ def same_partitioned(group: Group, small: bool) -> list[Result]:
     results.append(Result("partition", "graph", group.size, "halo per own node", sum(halo) / num_nodes))
     results.append(Result("partition", "graph", group.size, "largest part of the edges", max(edges) / sum(edges)))
     return results
+
+
+def _gen(outputs: int) -> nn.Module:
+    return pyg.GENConv(64, outputs, norm=None)
 
 
 def modes(group: Group) -> tuple[str, ...]:

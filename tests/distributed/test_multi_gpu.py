@@ -18,7 +18,7 @@ def test_command(launch, tmp_path):
         rows = list(csv.DictReader(stream))
     assert {row["check"] for row in rows} == {"losses", "partition", "throughput"}
     judged = [row for row in rows if row["needed"]]
-    assert len(judged) == 11 and all(row["verdict"] == "ok" for row in judged)
+    assert len(judged) == 20 and all(row["verdict"] == "ok" for row in judged)
 
 
 @pytest.mark.parametrize(
