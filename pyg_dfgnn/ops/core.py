@@ -508,14 +508,16 @@ class Op:
         with_edge_value: bool,
     ) -> Any:
         """Run the op through the registered operator: what the forward pass leaves then does not depend on a plan."""
-        anchor, num_src, num_dst, loops, transposed = graph.key
+        anchor, num_src, num_dst, loops, transposed = graph.key if isinstance(graph, Graph) else graph
         tracked = needs_grad(tensors)
         flags = {"stats"} if tracked or with_edge_value else set()
         if tracked:
             # The output may be edited in place, even what a compiled function returns: backward has one of its own.
             flags |= {"saved", "exact"} | self.optional(call.problem, None, current())
         flags |= {name for name, is_on in (("shared", shared), ("concat", concat)) if is_on}
-        program = Program(self.statement.name, "forward", call.heads, loops, transposed, frozenset(flags))
+        # The length of a range is a constant to torch.compile, as what is in a name has to be.
+        heads = len(range(call.heads))
+        program = Program(self.statement.name, "forward", heads, loops, transposed, frozenset(flags))
         results = run_traced(program.name, [anchor], [num_src, num_dst], numbers, tensors)
         out = self._outputs(results)
         if not with_edge_value:
