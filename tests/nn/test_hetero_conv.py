@@ -163,6 +163,33 @@ def test_edits_of_edges_hooks_and_other_weights_are_seen():
             assert_equal(results(ours, x, edges), results(own, x, edges))
 
 
+def test_ids_and_widths_that_do_not_fit_are_errors():
+    own, ours = twins("mean")
+    for row in (0, 1):
+        x, edges = batch(0)
+        edges[RELATIONS[0]][row, 0] = 20
+        for layer in (own, ours):
+            with emulated_device(), pytest.raises((IndexError, RuntimeError, ValueError)):
+                layer(x, edges)
+    wide = HeteroConv({relation: SAGEConv(WIDTH, 1 + (k > 3)) for k, relation in enumerate(RELATIONS)})
+    x, edges = batch(0)
+    for layer in (wide, pyg_dfgnn.accelerate(wide)):
+        with emulated_device(), pytest.raises(RuntimeError, match="equal size"):
+            layer({name: rows.float() for name, rows in x.items()}, edges)
+
+
+def test_means_of_many_in_16_bits():
+    torch.manual_seed(0)
+    relations = [("a", str(k), "a") for k in range(5)]
+    own = HeteroConv({relation: SAGEConv(2, 2) for relation in relations})
+    ours = pyg_dfgnn.accelerate(copy.deepcopy(own)).bfloat16()
+    x = torch.ones(10, 2)
+    ends = {relation: torch.stack([torch.randint(10, (1000,)), torch.zeros(1000).long()]) for relation in relations}
+    with emulated_device():
+        out = ours({"a": x.bfloat16()}, ends)["a"]
+    torch.testing.assert_close(out.float(), own({"a": x}, ends)["a"], rtol=2e-2, atol=5e-2)
+
+
 def test_copies_pickles_and_restored_modules():
     own, ours = twins("mean")
     assert type(ours) is pyg_dfgnn.nn.HeteroConv

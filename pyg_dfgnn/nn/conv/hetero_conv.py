@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch_geometric.nn import conv
+from torch_geometric.nn.conv.hetero_conv import group as group_of
 
 from pyg_dfgnn.frontend.derived import EdgeDerived
 from pyg_dfgnn.graph import Graph
@@ -73,7 +74,7 @@ class HeteroConv(conv.HeteroConv):
         for relation in self.convs.keys():
             parts = [each[relation[-1]] for each in found if relation[-1] in each]
             if relation in edge_index_dict and relation[-1] not in out_dict:
-                out_dict[relation[-1]] = sum(parts[1:], parts[0])
+                out_dict[relation[-1]] = group_of(parts, self.aggr)  # type: ignore[assignment]
         return out_dict
 
     def _groups(self, x_dict: Nodes, edge_index_dict: Edges) -> dict[Options, list[Relation]]:
@@ -103,13 +104,17 @@ class HeteroConv(conv.HeteroConv):
         firsts = dict(zip(sources, accumulate((x_dict[name].size(0) for name in sources), initial=0)))
         targets = _Places([relation[-1] for relation in group], x_dict)
         places = [(firsts[relation[0]], 1, *targets[k]) for k, relation in enumerate(group)]
-        (edges,) = _edges(*(edge_index_dict[relation] for relation in group), *chain(*places))
+        edges = _ends_of(group, places, x_dict, edge_index_dict)
         row, col = edges
         x = torch.cat([x_dict[name] for name in sources]) if len(sources) > 1 else x_dict[sources[0]]
-        sums = x.new_zeros(targets.count, width).index_add(0, col, x.index_select(0, row))
+        # Sums and counts of 16 bits would end at a few hundred.
+        wide = torch.promote_types(x.dtype, torch.float32)
+        sums = x.new_zeros(targets.count, width, dtype=wide).index_add(0, col, x.index_select(0, row).to(wide))
         if averages:
-            edges_of = x.new_zeros(targets.count).index_add(0, col, x.new_ones(1).expand(col.size(0)))
+            one = x.new_ones(1, dtype=wide).expand(col.size(0))
+            edges_of = x.new_zeros(targets.count, dtype=wide).index_add(0, col, one)
             sums = sums / edges_of.clamp(min=1).view(-1, 1)
+        sums = sums.to(x.dtype)
         outs = {}
         for name, rows in targets.split(sums).items():
             layers = [_layers(self.convs[group[k]]) for k in targets.members[name]]
@@ -130,7 +135,7 @@ class HeteroConv(conv.HeteroConv):
         first, (heads, channels, _, slope, dropout, _) = layers[0], options
         sources, targets = (_Places([relation[end] for relation in group], x_dict) for end in (0, -1))
         places = [(*sources[k], *targets[k]) for k in range(len(group))]
-        (edges,) = _edges(*(edge_index_dict[relation] for relation in group), *chain(*places))
+        edges = _ends_of(group, places, x_dict, edge_index_dict)
         values, by_source, by_target = [], [], []
         for name, members in sources.members.items():
             weights = [_projections(layers[k])[0].weight for k in members]
@@ -266,21 +271,35 @@ def _is_small(group: Sequence[Relation], width: int, x_dict: Nodes, edge_index_d
     return sources * width < _MOST_NUMBERS and edges * width < MEASURED_NUMBERS
 
 
+def _ends_of(
+    group: Sequence[Relation], places: Sequence[tuple[int, ...]], x_dict: Nodes, edge_index_dict: Edges
+) -> Tensor:
+    """Return the edges of relations as one tensor; see :func:`_joined_edges`."""
+    numbers = [
+        (*place, x_dict[relation[0]].size(0), x_dict[relation[-1]].size(0)) for relation, place in zip(group, places)
+    ]
+    (edges,) = _edges(*(edge_index_dict[relation] for relation in group), *chain(*numbers))
+    return edges
+
+
 def _joined_edges(*args: Any) -> Sequence[Tensor]:
     """Return the edges of relations behind each other, as rows that each relation has at either end.
 
+    An id out of range stays one: it must not be a row of another relation.
+
     Args:
-        args: The edges of each relation, and for each the row of its first source, how many rows the next is away, and
-            the same of targets.
+        args: The edges of each relation, and for each the row of its first source, how many rows the next is away, the
+            same of targets, and the numbers of sources and of targets.
     """
-    count = len(args) // 5
+    count = len(args) // 7
     edges, numbers = args[:count], args[count:]
     device, sizes = edges[0].device, [each.size(1) for each in edges]
-    table = torch.tensor([*(numbers[k::4] for k in range(4)), sizes], dtype=torch.int64)
+    table = torch.tensor([*(numbers[k::6] for k in range(6)), sizes], dtype=torch.int64)
     # From pinned memory the host waits for no copy.
     table = table.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else table.to(device)
-    places = table[:4].repeat_interleave(table[4], dim=1, output_size=sum(sizes))
-    return [torch.addcmul(places[0::2], torch.cat(edges, dim=1), places[1::2])]
+    places, ids = table[:6].repeat_interleave(table[6], dim=1, output_size=sum(sizes)), torch.cat(edges, dim=1)
+    is_there = (ids >= 0) & (ids < places[4:])
+    return [torch.where(is_there, torch.addcmul(places[0:4:2], ids, places[1:4:2]), -1)]
 
 
 _edges = EdgeDerived(_joined_edges)
