@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Iterable
 from typing import Any
 
 import torch
 import torch_geometric.nn as pyg
 from torch import Tensor, nn
+from torch._dynamo.eval_frame import OptimizedModule
 from torch.nn.parallel import DistributedDataParallel
-from torch_geometric.nn import MessagePassing
+from torch_geometric.nn import MessagePassing, aggr
 from torch_geometric.nn import conv as upstream
 
 from pyg_dfgnn.distributed.group import Group
@@ -25,8 +27,22 @@ PAIR = (
 """Convs that read of a source its features alone, and take a pair of node sets: the halo comes with the sources."""
 SINGLE = (upstream.AGNNConv,)
 """Convs that read of a source its features alone, of one set of nodes, whose rows of the halo are dropped again."""
-_WHOLE = (pyg.GraphNorm, pyg.InstanceNorm, pyg.PairNorm, pyg.MeanSubtractionNorm, pyg.DiffGroupNorm, pyg.GPSConv)
-"""Modules that reduce over all nodes of a graph."""
+_WHOLE: tuple[type, ...] = (
+    *(pyg.GraphNorm, pyg.InstanceNorm, pyg.PairNorm, pyg.MeanSubtractionNorm, pyg.DiffGroupNorm, pyg.GraphSizeNorm),
+    *(pyg.HeteroBatchNorm, pyg.GPSConv, pyg.TopKPooling, pyg.SAGPooling, pyg.ASAPooling, pyg.DeepGraphInfomax),
+    *(aggr.LSTMAggregation, aggr.GRUAggregation, aggr.LCMAggregation, aggr.SortAggregation),
+    *(aggr.SetTransformerAggregation, aggr.GraphMultisetTransformer),
+)
+"""Modules that reduce over all nodes of a graph, or whose results depend on its largest degree."""
+
+
+def _reads_whole_graph(module: nn.Module) -> bool:
+    """Return whether a module needs all nodes or edges of a graph."""
+    is_layer = isinstance(module, pyg.LayerNorm) and module.mode == "graph"
+    # The default of its largest eigenvalue is that of the largest weight.
+    return (
+        isinstance(module, _WHOLE) or is_layer or (isinstance(module, pyg.ChebConv) and module.normalization == "sym")
+    )
 
 
 def wrap(model: nn.Module, group: Group, stream: torch.cuda.Stream | None = None) -> nn.Module:
@@ -48,14 +64,15 @@ def wrap(model: nn.Module, group: Group, stream: torch.cuda.Stream | None = None
         where nothing is trained.
 
     Raises:
-        TypeError: The model has another batch norm than BatchNorm1d, or is called with a partitioned graph and has a
-            module that reduces over all nodes or edges.
+        TypeError: The model has another batch norm than BatchNorm1d, or has a module that reduces over all nodes or
+            edges and a conv of it is called with a partitioned graph.
     """
     if _opened not in model._forward_pre_hooks.values():
         model.register_forward_pre_hook(_opened, with_kwargs=True)
+    whole = [module for module in model.modules() if _reads_whole_graph(module)]
     for module in model.modules():
         if isinstance(module, MessagePassing) and not hasattr(module, "halo"):
-            halo = module.halo = _Halo(module)
+            halo = module.halo = _Halo(module, type(whole[0]).__name__ if whole else "")
             module.register_forward_pre_hook(halo.fetch, with_kwargs=True)
             module.register_forward_hook(halo.drop)
     if group.size == 1:
@@ -83,15 +100,11 @@ def wrap(model: nn.Module, group: Group, stream: torch.cuda.Stream | None = None
 
 def _opened(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Give the code of a model the edges of a partitioned graph as a tensor."""
-    graphs = [each for each in (*args, *kwargs.values()) if isinstance(each, PartitionedGraph)]
-    if not graphs:
+    if torch.compiler.is_compiling() or isinstance(model, OptimizedModule):
+        # Convs that take pairs compile as they are.
         return None
-    if graphs[0].group.size > 1:
-        for module in model.modules():
-            if isinstance(module, _WHOLE) or (isinstance(module, pyg.LayerNorm) and module.mode == "graph"):
-                raise TypeError(f"'model' needs modules that read no whole graph (got {type(module).__name__})")
-            if isinstance(module, pyg.ChebConv) and module.normalization == "sym":
-                raise TypeError("'model' needs no largest eigenvalue of a whole graph (got ChebConv)")
+    if not any(isinstance(each, PartitionedGraph) for each in (*args, *kwargs.values())):
+        return None
 
     def edges(value: Any) -> Any:
         return value.edges if isinstance(value, PartitionedGraph) else value
@@ -106,11 +119,18 @@ def _part_of(value: Any) -> PartitionedGraph | None:
     return value if isinstance(value, PartitionedGraph) else None
 
 
+def _group_size(values: Iterable[Any]) -> int:
+    """Return the number of processes that have the graph among some arguments."""
+    graphs = [each.part if isinstance(each, PartitionedEdges) else each for each in values]
+    return next((each.group.size for each in graphs if isinstance(each, PartitionedGraph)), 1)
+
+
 class _Halo:
     """Hooks of a conv that is called with a partitioned graph."""
 
-    def __init__(self, conv: MessagePassing) -> None:
+    def __init__(self, conv: MessagePassing, whole: str) -> None:
         kind = type(conv)
+        self.whole = whole
         self.signature = inspect.signature(kind.forward)
         # A class of a user's own may read more of a source than its features.
         is_known = kind.__module__.split(".")[0] in ("torch_geometric", "pyg_dfgnn") and conv.flow == "source_to_target"
@@ -121,6 +141,8 @@ class _Halo:
         if not any(isinstance(each, (PartitionedGraph, PartitionedEdges)) for each in (*args, *kwargs.values())):
             return None
         call = self.signature.bind(conv, *args, **kwargs)
+        if self.whole and _group_size((*args, *kwargs.values())) > 1:
+            raise TypeError(f"'model' needs modules that read no whole graph on a part of one (got {self.whole})")
         graph, x = _part_of(call.arguments.get("edge_index")), call.arguments.get("x")
         if graph is None or not isinstance(x, Tensor) or not (self.is_pair or self.is_single):
             return _opened(conv, args, kwargs)

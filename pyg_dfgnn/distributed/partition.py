@@ -117,9 +117,9 @@ class PartitionedGraph:
         return halo / max(sources, 1)
 
     @property
-    def edges(self) -> PartitionedEdges:
+    def edges(self) -> Tensor:
         """The own edges as a tensor with which any conv runs; see :class:`pyg_dfgnn.graph.ends.PartitionedEdges`."""
-        return PartitionedEdges.of(self.edge_index, self)
+        return self.edge_index if self.group.size == 1 else PartitionedEdges.of(self.edge_index, self)
 
 
 class _Exchange(torch.autograd.Function):

@@ -69,7 +69,7 @@ def _find_positions(graph: Graph, members: set[Node]) -> None:
     for node in list(graph.nodes):
         if node.target is not operator.getitem or len(node.args) != 2:
             continue
-        _, index = node.args
+        operand, index = node.args
         parts = index if isinstance(index, tuple) else (index,)
         nodes = [x for x in parts if isinstance(x, Node)]
         if len(nodes) != 1 or any(not isinstance(x, (slice, Node)) for x in parts):
@@ -84,7 +84,8 @@ def _find_positions(graph: Graph, members: set[Node]) -> None:
             size = like.shape[parts.index(mask)]
             found[mask].meta["example_value"] = like.new_empty((size,), dtype=torch.int64)
             found[mask].stack_trace = mask.stack_trace
-        node.replace_input_with(mask, found[mask])
+        places = tuple(found[mask] if x is mask else x for x in parts)
+        node.args = operand, places if isinstance(index, tuple) else places[0]
 
 
 def _is_mask(node: Node) -> bool:

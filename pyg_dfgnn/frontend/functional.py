@@ -131,7 +131,9 @@ def _plain(node: Node) -> tuple[str, Any, tuple[Any, ...], dict[str, Any]] | Non
         rows = value_of(number) if isinstance(number, Node) else None
         if like.dtype is not torch.int64 or not isinstance(rows, Tensor):
             return None
+        # An index in brackets drops leading sizes of 1.
         is_alike = rows.dtype is first.dtype and rows.device == first.device
+        is_alike &= rows.dim() < like.dim() + first.dim()
         return ("call_function", _put, node.args, {}) if is_alike else None
     if target in _OPERATORS:
         return "call_function", _OPERATORS[target], node.args, dict(node.kwargs)

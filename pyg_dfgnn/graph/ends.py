@@ -81,17 +81,22 @@ class PartitionedEdges(Tensor):
 
 def _called(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     known = _FUNCTIONS.get(func)
+    if kwargs.get("out") is not None:
+        _refuse(func)
     if known is not None:
         return known(func, args, kwargs)
+    is_property = getattr(func, "__name__", "") == "__get__"
+    if func not in _PLAIN and not is_property:
+        # Before it may write anywhere.
+        _refuse(func)
     result = func(*_plain(args), **_plain(kwargs))
-    parts = result if isinstance(result, (tuple, list)) else (result,)
-    if func not in _PLAIN and any(isinstance(each, Tensor) and each.dtype is not torch.bool for each in parts):
+    if is_property and isinstance(result, Tensor):
         _refuse(func)
     return result
 
 
 def _refuse(func: Callable[..., Any]) -> NoReturn:
-    name = getattr(func, "__name__", str(func))
+    name = torch.overrides.resolve_name(func) or getattr(func, "__name__", str(func))
     raise UnsupportedError([f"a layer calls {name} on its edges, which needs a whole graph"], "the partitioned graph")
 
 
@@ -209,6 +214,31 @@ def _stacked(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, 
     return PartitionedEdges.of(torch.stack(_plain(parts)), source.part, rows[0])
 
 
+def _compared(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Whether ends of edges are equal; a number is an id of the whole graph, and these ids are not."""
+    if kwargs or not all(isinstance(each, Tensor) and not each.is_floating_point() for each in args):
+        _refuse(func)
+    return func(*_plain(args))
+
+
+def _smallest(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    if len(args) > 1 or kwargs:
+        _refuse(func)
+    return args[0].ids.min()
+
+
+def _set(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Rows of own nodes, such as those of self-loops, are set; those of the halo belong to others."""
+    into, index, value = args
+    parts = index if isinstance(index, tuple) else (index,)
+    if isinstance(into, PartitionedEdges) or isinstance(value, PartitionedEdges):
+        _refuse(func)
+    for each in parts:
+        if isinstance(each, PartitionedEdges) and each.ids.numel() and int(each.ids.max()) >= each.part.num_nodes:
+            _refuse(func)
+    return func(*_plain(args))
+
+
 def _largest(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """The largest id, from which layers tell the number of nodes."""
     if len(args) > 1 or kwargs:
@@ -255,6 +285,7 @@ def _gather(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, A
 # Reductions by ids ----------------------------------------------------------------------------------------------------
 
 _BOUNDS = {"amax": -torch.inf, "amin": torch.inf}
+_OF_BOTH = {"amax": torch.maximum, "amin": torch.minimum}
 
 
 def _reduced(names: Sequence[str], is_scatter: bool, in_place: bool) -> Callable[..., Any]:
@@ -272,10 +303,10 @@ def _reduced(names: Sequence[str], is_scatter: bool, in_place: bool) -> Callable
         if how == "sum" and bound.get("include_self", True):
             total = apply(into.new_zeros(shape), dim, index.ids, rows)
             out = into + part.collect(total.movedim(dim, 0)).movedim(0, dim)
-        elif how in _BOUNDS and not (rows.requires_grad and torch.is_grad_enabled()):
+        elif how in _BOUNDS and into.is_floating_point() and not (rows.requires_grad and torch.is_grad_enabled()):
             most = into.new_full(shape, _BOUNDS[how]).scatter_reduce(dim, index.ids, rows, how)
             most = part.collect(most.movedim(dim, 0), how).movedim(0, dim)
-            found = most if not bound.get("include_self", True) else getattr(torch, f"m{how[1:]}imum")(most, into)
+            found = most if not bound.get("include_self", True) else _OF_BOTH[how](most, into)
             out = torch.where(most == _BOUNDS[how], into, found)
         else:
             _refuse(func)
@@ -287,8 +318,12 @@ def _reduced(names: Sequence[str], is_scatter: bool, in_place: bool) -> Callable
 _SCATTER, _INDEX = ("input", "dim", "index", "src"), ("input", "dim", "index", "source")
 _DIM_LAST = {Tensor.unbind, torch.unbind}
 _PLAIN = {
-    *(Tensor.new_zeros, Tensor.new_ones, Tensor.new_full, Tensor.new_empty, Tensor.new_tensor, Tensor.__setitem__),
-    *(torch.zeros_like, torch.ones_like, torch.empty_like, torch.full_like, Tensor.min, torch.min),
+    *(Tensor.new_zeros, Tensor.new_ones, Tensor.new_full, Tensor.new_empty, Tensor.new_tensor, torch.zeros_like),
+    *(torch.ones_like, torch.empty_like, torch.full_like, torch.numel, torch.is_floating_point, torch.is_complex),
+    *(Tensor.size, Tensor.dim, Tensor.numel, Tensor.nelement, Tensor.ndimension, Tensor.stride, Tensor.element_size),
+    *(Tensor.is_floating_point, Tensor.is_complex, Tensor.is_signed, Tensor.is_contiguous, Tensor.is_inference),
+    *(Tensor.data_ptr, Tensor.get_device, Tensor.storage_offset, Tensor.untyped_storage, Tensor.record_stream),
+    *(Tensor.__len__, Tensor.__hash__, Tensor.__repr__, Tensor.__format__, Tensor.is_shared, Tensor.is_pinned),
 }
 """Functions that make nothing of where nodes are."""
 _FUNCTIONS: dict[Any, Callable[..., Any]] = {
@@ -315,6 +350,9 @@ _FUNCTIONS: dict[Any, Callable[..., Any]] = {
     **dict.fromkeys((torch.cat, torch.concat), _joined),
     torch.stack: _stacked,
     **dict.fromkeys((Tensor.max, torch.max, Tensor.amax, torch.amax), _largest),
+    **dict.fromkeys((Tensor.min, torch.min, Tensor.amin, torch.amin), _smallest),
+    **dict.fromkeys((Tensor.eq, Tensor.ne, torch.eq, torch.ne, Tensor.__eq__, Tensor.__ne__), _compared),
+    Tensor.__setitem__: _set,
     **dict.fromkeys((Tensor.index_select, torch.index_select), _index_select),
     **dict.fromkeys((Tensor.gather, torch.gather), _gather),
     **dict.fromkeys((Tensor.scatter_add, torch.scatter_add), _reduced(_SCATTER, True, False)),

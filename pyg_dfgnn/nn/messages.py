@@ -178,7 +178,8 @@ class Mark:
             report_fallback(self.kind.__name__, reasons)
             return own(layer, *args, **kwargs)
         if has_others:
-            args, kwargs = _of_any_size(args), _of_any_size(kwargs)
+            views: dict[int, Tensor] = {}
+            args, kwargs = _of_any_size(args, views), _of_any_size(kwargs, views)
         self.turn += 1
         forward.compiler.layer, forward.compiler.turn = layer, self.turn
         try:
@@ -253,14 +254,16 @@ def _plain(layer: Any, value: Any) -> Any:
     return edges_in_flow(value, layer.flow) if isinstance(value, Graph) else value
 
 
-def _of_any_size(value: Any) -> Any:
-    """Return arguments with views in place of parameters, whose sizes TorchDynamo takes for fixed."""
+def _of_any_size(value: Any, views: dict[int, Tensor]) -> Any:
+    """Return arguments with a view in place of each parameter, whose sizes TorchDynamo takes for fixed."""
     kind = type(value)
     if kind is torch.nn.Parameter:
-        return value.view_as(value)
+        if id(value) not in views:
+            views[id(value)] = value.view_as(value)
+        return views[id(value)]
     if kind is dict:
-        return {name: _of_any_size(part) for name, part in value.items()}
-    return kind(map(_of_any_size, value)) if kind in (tuple, list) else value
+        return {name: _of_any_size(part, views) for name, part in value.items()}
+    return kind([_of_any_size(part, views) for part in value]) if kind in (tuple, list) else value
 
 
 def _device_of(values: Iterable[Any]) -> tuple[torch.device | None, str | None]:

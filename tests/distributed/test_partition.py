@@ -7,13 +7,14 @@ import pytest
 import torch
 import torch.nn.functional as F
 import torch_geometric.nn
-from torch_geometric.utils import degree, softmax
+from torch_geometric.utils import degree, softmax, to_torch_csr_tensor
 
 import pyg_dfgnn.nn
 from pyg_dfgnn import models
 from pyg_dfgnn.distributed import Group, partition, wrap
 from pyg_dfgnn.distributed.partition import edge_cuts
 from pyg_dfgnn.errors import UnsupportedError
+from pyg_dfgnn.graph.ends import PartitionedEdges
 from pyg_dfgnn.nn import GATConv
 from tests.emu import needs_compiler
 from tests.kernels.emulated import emulated_device
@@ -328,12 +329,25 @@ def refuse_whole_graphs():
     group = Group.of_environment("cpu")
     part = partition(graph()[0], N, group)
     x = torch.zeros(part.num_nodes, FEATURES)
+    conv = torch_geometric.nn.GCNConv(FEATURES, FEATURES)
     for module in (torch_geometric.nn.GraphNorm(FEATURES), torch_geometric.nn.LayerNorm(FEATURES)):
-        model = wrap(torch_geometric.nn.Sequential("x, edge_index", [(module, "x -> x")]), Group())
-        with pytest.raises(TypeError, match=f"needs modules that read no whole graph .got {type(module).__name__}"):
+        parts = [(module, "x -> x"), (conv, "x, edge_index -> x")]
+        model = wrap(torch_geometric.nn.Sequential("x, edge_index", copy.deepcopy(parts)), Group())
+        with pytest.raises(TypeError, match=f"read no whole graph on a part of one .got {type(module).__name__}"):
             model(x, part)
-    with pytest.raises(TypeError, match="'model' needs no largest eigenvalue of a whole graph .got ChebConv"):
-        wrap(torch_geometric.nn.ChebConv(FEATURES, FEATURES, K=2), Group())(x, part)
+    for conv in (
+        torch_geometric.nn.ChebConv(FEATURES, FEATURES, K=2),
+        torch_geometric.nn.SAGEConv(FEATURES, FEATURES, aggr="lstm"),
+    ):
+        with pytest.raises(TypeError, match="needs modules that read no whole graph on a part of one"):
+            wrap(conv, Group())(x, part)
+    # Rows of the halo are others' to set.
+    edges = part.edges
+    with pytest.raises(UnsupportedError, match="__setitem__"):
+        torch.zeros(part.num_sources)[edges[0]] = 1.0
+    kept = torch.zeros(part.num_nodes)
+    kept[edges[0][edges[0] == edges[1]]] = 1.0
+    assert kept.any()
 
 
 def refuse_other_sizes():
@@ -360,22 +374,32 @@ def test_modules_that_read_the_whole_graph_are_refused(launch):
         (lambda edges, x: edges.view(-1), "view"),
         (lambda edges, x: x[:, 0].scatter_reduce(0, edges[0], x[edges[1], 0], "prod"), "scatter_reduce"),
         (lambda edges, x: edges.float(), "float"),
+        (lambda edges, x: edges[0] == 3, "eq"),
+        (lambda edges, x: edges[0] < edges[1], "lt"),
+        (lambda edges, x: torch.isin(edges[0], edges[1]), "isin"),
+        (lambda edges, x: torch.min(edges[0], edges[1]), "min"),
+        (lambda edges, x: torch.index_add(x, 0, edges[0], x[edges[1]], out=torch.zeros(N, 1)), "index_add"),
+        (lambda edges, x: to_torch_csr_tensor(edges, size=(N, N)), ""),
     ],
 )
 def test_functions_of_edges_that_are_not_known_are_named(function, name):
     part = partition(graph()[0], N, Group())
-    with pytest.raises(UnsupportedError, match=f"a layer calls _*{name}_* on its edges, which needs a whole graph"):
-        function(part.edges, torch.zeros(N, 1))
+    edges = PartitionedEdges.of(part.edge_index, part)
+    with pytest.raises(UnsupportedError, match=rf"a layer calls \S*{name}\S* on its edges, which needs a whole graph"):
+        function(edges, torch.zeros(N, 1))
 
 
 def test_edges_of_a_part_are_read_as_those_of_a_graph():
     edge_index, x, *_ = graph()
-    edges = partition(edge_index, N, Group()).edges
+    part = partition(edge_index, N, Group())
+    edges = PartitionedEdges.of(part.edge_index, part)
+    assert part.edges is part.edge_index
     (row, col), (plain_row, plain_col) = edges, edge_index
     assert torch.equal(x[row], x[plain_row]) and torch.equal(x.T[:, row], x.T[:, plain_row])
     assert torch.equal(edges.flip(0)[1].ids, plain_row) and torch.equal(torch.stack([row, col]).ids, edge_index)
     assert int(edges.max()) == N - 1 and torch.equal(row == col, plain_row == plain_col)
     for reduce in ("amax", "amin"):
-        found = x.new_zeros(N).scatter_reduce(0, row, x[col, 0], reduce, include_self=False)
-        want = x.new_zeros(N).scatter_reduce(0, plain_row, x[plain_col, 0], reduce, include_self=False)
-        assert torch.equal(found, want)
+        for includes in (True, False):
+            found = x.new_zeros(N).scatter_reduce(0, row, x[col, 0], reduce, include_self=includes)
+            want = x.new_zeros(N).scatter_reduce(0, plain_row, x[plain_col, 0], reduce, include_self=includes)
+            assert torch.equal(found, want)

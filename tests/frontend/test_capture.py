@@ -304,6 +304,25 @@ def test_masks_of_edges_that_stay_are_counted_once(x, edge_index, learns):
         torch.testing.assert_close([out, *gradients], [want, *torch.autograd.grad(want.sin().sum(), leaves)])
 
 
+class Selected(Normed):
+    """Masks that select themselves, rows that are set with a leading size of 1, and a pair of one tensor."""
+
+    def forward(self, x, edge_index):
+        mask = edge_index[0] != edge_index[1]
+        weight = torch.ones(edge_index.size(1), 3, dtype=torch.float64)
+        weight[edge_index[0, :2]] = torch.full((1, 1, 3), 2.0, dtype=torch.float64)
+        edge = weight[:, 0][mask] * mask[mask]
+        return self.propagate(edge_index[:, mask], x=x[0] if x[0] is x[1] else -x[0], edge=edge)
+
+
+def test_masks_of_masks_rows_of_one_and_pairs_of_one(edge_index):
+    edge_index[:, 3] = edge_index[0, 3]
+    layer, own = compile_layer(Selected().double()), Selected().double()
+    for features in (torch.randn(EDGES, CHANNELS).double(), torch.nn.Parameter(torch.randn(EDGES, CHANNELS).double())):
+        for edges in (edge_index, edge_index[:, :40]):
+            torch.testing.assert_close(layer((features, features), edges), own((features, features), edges))
+
+
 class Edited(Normed):
     """A layer whose user edits what it has made of the edges."""
 

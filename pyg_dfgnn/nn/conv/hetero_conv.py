@@ -81,6 +81,9 @@ class HeteroConv(conv.HeteroConv):
         """Return the relations that are computed together."""
         if self.aggr != "sum" or torch.compiler.is_compiling() or not is_eager() or current().deterministic:
             return {}
+        if not all(isinstance(name, str) for name in x_dict):
+            # Features of relations go to their convs.
+            return {}
         groups: dict[Options, list[Relation]] = {}
         for relation, layer in self.convs.items():
             edges, x, to = edge_index_dict.get(relation), x_dict.get(relation[0]), x_dict.get(relation[-1])
@@ -228,6 +231,8 @@ def _options(layer: Any, x: Tensor, to: Tensor) -> Options | None:
     """Return what relations must agree about to be computed together; None for a conv that is not."""
     kind = type(layer)
     if kind not in (SAGEConv, GraphConv, GATConv) or has_hooks(layer) or "forward" in layer.__dict__:
+        return None
+    if torch.is_autocast_enabled(x.device.type) and x.dtype is not torch.float32:
         return None
     if module_reasons(layer, False) or layer.flow != "source_to_target" or x.device != to.device:
         return None

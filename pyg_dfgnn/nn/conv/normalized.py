@@ -114,7 +114,9 @@ class NormalizedConv(AggregationConv):
         graph, _, _ = self._edges(call, measured=True)
         scale, key = inverse_root_degree(graph), ("inverse_root_degree", bool(call.self_loops))
         if key not in part.kept:
-            part.kept[key] = part.exchange(scale.view(-1, 1)).view(-1)
+            # Later calls may record gradients.
+            with torch.inference_mode(False), torch.no_grad():
+                part.kept[key] = part.exchange(scale.clone().view(-1, 1)).view(-1)
         return Sent(graph, scale=scale, dtype=x.dtype, part=part, source_scale=part.kept[key])
 
     def _without_self_loops(self, call: edges.Call) -> Graph | None:
