@@ -100,10 +100,11 @@ def wrap(model: nn.Module, group: Group, stream: torch.cuda.Stream | None = None
 
 def _opened(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Give the code of a model the edges of a partitioned graph as a tensor."""
-    if torch.compiler.is_compiling() or isinstance(model, OptimizedModule):
-        # Convs that take pairs compile as they are.
+    values = (*args, *kwargs.values())
+    if not any(isinstance(each, PartitionedGraph) for each in values):
         return None
-    if not any(isinstance(each, PartitionedGraph) for each in (*args, *kwargs.values())):
+    if _group_size(values) > 1 and (torch.compiler.is_compiling() or isinstance(model, OptimizedModule)):
+        # Convs that take pairs compile as they are.
         return None
 
     def edges(value: Any) -> Any:
@@ -145,6 +146,8 @@ class _Halo:
             raise TypeError(f"'model' needs modules that read no whole graph on a part of one (got {self.whole})")
         graph, x = _part_of(call.arguments.get("edge_index")), call.arguments.get("x")
         if graph is None or not isinstance(x, Tensor) or not (self.is_pair or self.is_single):
+            if torch.compiler.is_compiling() and _group_size((*args, *kwargs.values())) > 1:
+                raise TypeError(f"'model' needs layers that torch.compile takes a part for (got {type(conv).__name__})")
             return _opened(conv, args, kwargs)
         sources = graph.exchange(x)
         if self.is_single:
