@@ -298,6 +298,11 @@ def _reduced(names: Sequence[str], is_scatter: bool, in_place: bool) -> Callable
         if not isinstance(index, PartitionedEdges) or not isinstance(rows, Tensor) or bound.get("alpha", 1) != 1:
             _refuse(func)
         part, shape = index.part, [*into.shape]
+        is_untold = shape[dim] == 0 and not index.ids.numel()
+        if is_untold:
+            # Of no edges layers tell no number of nodes, while other processes do.
+            shape[dim] = part.num_nodes
+            into = into.new_zeros(shape)
         shape[dim] = part.num_sources
         apply = Tensor.scatter_add if is_scatter else Tensor.index_add
         if how == "sum" and bound.get("include_self", True):
@@ -310,7 +315,7 @@ def _reduced(names: Sequence[str], is_scatter: bool, in_place: bool) -> Callable
             out = torch.where(most == _BOUNDS[how], into, found)
         else:
             _refuse(func)
-        return into.copy_(out) if in_place else out
+        return into.copy_(out) if in_place and not is_untold else out
 
     return reduce
 

@@ -256,6 +256,32 @@ def test_any_conv_equals_one_process(launch, size, accelerates):
     launch(size, compare_convs, accelerates)
 
 
+class Untold(torch_geometric.nn.MessagePassing):
+    """Degrees of sources and a softmax over their edges, of a number of nodes that the edges tell."""
+
+    def forward(self, x, edge_index):
+        share = softmax(x[edge_index[1], :1], edge_index[0])
+        return self.propagate(edge_index, x=x * degree(edge_index[0], dtype=x.dtype).view(-1, 1), share=share)
+
+    def message(self, x_j, share):
+        return x_j * share
+
+
+def compare_without_edges():
+    """A star, of which one process has no edge."""
+    group = Group.of_environment("cpu")
+    edge_index = torch.stack([torch.arange(N), torch.zeros(N, dtype=torch.long)])
+    part = partition(edge_index, N, group)
+    assert 0 in group.counts(part.edge_index.size(1))
+    x = graph()[1]
+    out = wrap(Untold(), group)(part.local(x), part)
+    torch.testing.assert_close(out, part.local(Untold()(x, edge_index)))
+
+
+def test_a_process_may_have_no_edge(launch):
+    launch(2, compare_without_edges)
+
+
 def more_processes_than_nodes(group):
     part = partition(torch.tensor([[0, 1], [1, 0]]), 2, group)
     x = torch.arange(2.0).view(2, 1)
