@@ -116,8 +116,8 @@ def _molecules(small: bool) -> Iterator[Case]:
 
 
 def _superpixels(small: bool) -> Iterator[Case]:
-    batch = 4 if small else 128
-    yield from _graph_level("superpixels", f"b{batch}", partial(data.superpixels, batch), 16 if small else 64)
+    batch, nodes = (4, 12) if small else (128, 75)
+    yield from _graph_level("superpixels", f"b{batch}", partial(data.superpixels, batch, nodes), 16 if small else 64)
 
 
 def _call_blocks(model: nn.Module, batch: Any) -> Tensor:
