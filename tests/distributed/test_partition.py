@@ -217,6 +217,8 @@ FUSED = (
     "Transformer",
     "PNA",
     "ClusterGCN",
+    "RGCN",
+    "FiLM",
 )
 
 
@@ -226,16 +228,18 @@ def compare_kernels():
     edge_index, x, *_ = graph()
     part = partition(edge_index, N, group)
     grad = torch.randn(N, FEATURES, generator=torch.Generator().manual_seed(5))
+    types = torch.randint(RELATIONS, (edge_index.size(1),), generator=torch.Generator().manual_seed(4))
     for name in FUSED:
         torch.manual_seed(2)
         single = CONVS[name](edge_index)
         model = pyg_dfgnn.accelerate(copy.deepcopy(single))
         given, own = x.clone().requires_grad_(), part.local(x).float().requires_grad_()
-        want = single.double()(given, edge_index)
+        every, kinds = ((types,), (types[part.edge_ids],)) if name in TYPED else ((), ())
+        want = single.double()(given, edge_index, *every)
         want.backward(grad.double())
         model = wrap(model, group)
         with emulated_device() as launched, pyg_dfgnn.local_settings(fallback="error"):
-            out = model(own, part)
+            out = model(own, part, *kinds)
             out.backward(part.local(grad))
         assert launched, name
         near = {"rtol": 1e-4, "atol": 1e-5, "msg": lambda text, name=name: f"{name}: {text}"}
