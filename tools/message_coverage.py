@@ -30,12 +30,12 @@ Written by `python -m tools.message_coverage`; a test compares it with the code.
 - *in part*: some are, and the lines shown stay PyTorch's; *PyG*: none is.
 - *by programs*: how many of the gathers and reductions are in programs.
 - *on kernels*: whether generated kernels run the programs and their gradients, or why PyTorch's operators run them on a
-  GPU. `on many edges`: where they [store rows of edges](settings.md#edge-networks).
+  GPU. `in chunks`: where [`edge_chunks`](settings.md#edge-networks) asks for them.
 
 | class | how | by programs | operators, and what stays PyTorch's | on kernels |
 |---|---|---|---|---|
 """
-MANY = "on many edges"
+CHUNKS = "in chunks"
 SIZES = {One: 1, R: 5, S: 10**7, D: 10**7, U: 5 * 10**7, V: 5 * 10**7, E: 2 * 10**8}
 
 
@@ -49,9 +49,10 @@ def captured_of(case: Case) -> Graphs:
 
 def reasons_on_kernels(program: Program) -> list[str]:
     """Return why generated kernels do not run a program and its gradients."""
-    asked = program.features, list(dict(program.outputs))
-    reasons = lowered(program, SIZES, *asked)[1]
-    return reasons or ([MANY] if lowered(program, {**SIZES, E: 1}, *asked)[1] else [])
+    asked = program, SIZES, program.features, list(dict(program.outputs))
+    reasons = lowered(*asked)[1]
+    with local_settings(edge_chunks=True):
+        return [CHUNKS] if reasons and not lowered(*asked)[1] else reasons
 
 
 def row(name: str, kind: type) -> str:

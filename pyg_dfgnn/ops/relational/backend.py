@@ -22,6 +22,7 @@ from pyg_dfgnn.ir.steps import Lowered
 from pyg_dfgnn.ops.families import Match, match
 from pyg_dfgnn.ops.relational.chunked import chunked_of
 from pyg_dfgnn.ops.relational.program import ALL_PASSES, Prepared, prepared_for
+from pyg_dfgnn.settings import current
 
 Run = Callable[[Rows, Mapping[str, Tensor]], Mapping[str, Tensor]]
 """Runs a program: (rows, inputs) -> outputs."""
@@ -137,16 +138,17 @@ def dtype_of(inputs: Mapping[str, Tensor]) -> torch.dtype:
 
 
 _STORED_NUMBERS = 1 << 25
-"""Numbers in the widest rows of edges from which the device works longer than the host launches."""
+"""Numbers in the widest rows of edges from which settings may ask for kernels that store them."""
 
 
 def stored_reasons(steps: Lowered, num_edges: int) -> list[str]:
     """Return the reason of rows that steps would store for every edge, where PyG's path does that as fast."""
     rows = steps.edge_rows
-    if not rows or num_edges * max(prod(buffer.shape) for buffer in rows) >= _STORED_NUMBERS:
+    is_many = bool(rows) and num_edges * max(prod(buffer.shape) for buffer in rows) >= _STORED_NUMBERS
+    if not rows or (is_many and current().edge_chunks):
         return []
     names = ", ".join(f"{buffer.name} : {buffer.domain}{list(buffer.shape)}" for buffer in rows)
-    return [f"rows of edges are mapped, which kernels would store, of few edges ({names})"]
+    return [f"rows of edges are mapped, which kernels would store ({names})"]
 
 
 def _kernels_for(
