@@ -54,7 +54,8 @@ class HeteroConv(conv.HeteroConv):
 
     Five or more relations of `SAGEConv` or `GraphConv` with sums or means, whose results are added up, are one gather
     and one scatter for all of them, and one product for each type of targets; those of `GATConv` are one attention
-    kernel, and one product for each type of nodes at either end. All others run one by one.
+    kernel, and one product for each type of nodes at either end. All others run one by one. The convs need to be
+    drop-ins, of :mod:`pyg_dfgnn.nn` or after :func:`pyg_dfgnn.accelerate`, which does not make this class of PyG's.
     """
 
     def forward(self, *args_dict: Any, **kwargs_dict: Any) -> dict[str, Tensor]:
@@ -87,7 +88,7 @@ class HeteroConv(conv.HeteroConv):
         groups: dict[Options, list[Relation]] = {}
         for relation, layer in self.convs.items():
             edges, x, to = edge_index_dict.get(relation), x_dict.get(relation[0]), x_dict.get(relation[-1])
-            if type(edges) is not Tensor or not _is_matrix(x) or not _is_matrix(to) or lacks_kernels(x):  # type: ignore[arg-type]
+            if type(edges) is not Tensor or not _is_plain_matrix(x) or not _is_plain_matrix(to) or lacks_kernels(x):  # type: ignore[arg-type]
                 continue
             options = _options(layer, x, to)  # type: ignore[arg-type]
             if options is not None and edges.dim() == 2 and edges.dtype is torch.int64:
@@ -210,7 +211,7 @@ def _total(tensors: Sequence[Tensor]) -> Tensor | None:
     return None if not tensors else torch.stack(list(tensors)).sum(0) if len(tensors) > 1 else tensors[0]
 
 
-def _is_matrix(x: Any) -> bool:
+def _is_plain_matrix(x: Any) -> bool:
     return type(x) in (Tensor, torch.nn.Parameter) and x.dim() == 2 and x.layout is torch.strided
 
 
