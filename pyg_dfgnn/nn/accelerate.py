@@ -14,6 +14,7 @@ from torch_geometric.nn.to_hetero_module import ToHeteroLinear
 
 from pyg_dfgnn.fallback import say
 from pyg_dfgnn.nn.drop_ins import (
+    CONTAINERS,
     MARK,
     Description,
     Row,
@@ -93,13 +94,17 @@ def accelerate(model: Model, *, only: Choice = None, skip: Choice = None) -> Mod
         inside.update(module.modules())
         module.__class__ = table[type(module)]
         set_propagate(module)
+    joined = [module for module in chosen if type(module) in CONTAINERS]
+    for module in joined:
+        module.__class__ = CONTAINERS[type(module)]
     compiled = [m for m in chosen if isinstance(m, MessagePassing) and m not in inside]
     new_compiled = [module for module in compiled if MARK not in module.__dict__]
     for module in new_compiled:
         module.__dict__[MARK] = Mark(type(module))
     if current().fallback != "silent":
         rows, new_drop_ins, marked = list(_rows(inner)), set(swapped), set(new_compiled)
-        new = _counted(row.kind for module, row in rows if module in new_drop_ins)
+        kinds = [row.kind for module, row in rows if module in new_drop_ins]
+        new = _counted([*kinds, *(type(module).__name__ for module in joined)])
         left = _counted(row.kind for _, row in rows if row.state == "left")
         kinds = [row.kind for module, row in rows if module in marked and row.compiled]
         compiling = f"compiled: {_counted(kinds)}; " if kinds else ""

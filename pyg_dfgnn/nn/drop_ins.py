@@ -22,6 +22,10 @@ LINEAR_DROP_INS: dict[type[torch.nn.Module], type[torch.nn.Module]] = {}
 """The linear layers of PyG and torch and ours in their place, for those who ask for them."""
 
 
+CONTAINERS: dict[type[torch.nn.Module], type[torch.nn.Module]] = {}
+"""Modules of PyG that call several layers, each of which has a drop-in of its own, and ours in their place."""
+
+
 MARK = "_pyg_dfgnn_compiled"
 """Attribute of layers whose messages are compiled: see :mod:`pyg_dfgnn.nn.messages`."""
 
@@ -34,7 +38,7 @@ def drop_ins() -> dict[type[torch.nn.Module], type[torch.nn.Module]]:
 def upstream_of(kind: type) -> type:
     """Return the class, PyG's or torch's, that a drop-in stands for; any other class itself."""
     if kind not in DROP_INS:
-        for table in (DROP_INS, LINEAR_DROP_INS):
+        for table in (DROP_INS, LINEAR_DROP_INS, CONTAINERS):
             for upstream, drop_in in table.items():
                 if drop_in is kind:
                     return upstream

@@ -1,6 +1,7 @@
 """Relations that one gather takes are what they are one by one, whichever of them a batch has."""
 
 import copy
+import logging
 import pickle
 
 import pytest
@@ -70,17 +71,10 @@ CONVS = {
 }
 
 
-def joined(own):
-    """A copy of PyG's module of our class, with drop-ins inside."""
-    ours = pyg_dfgnn.accelerate(copy.deepcopy(own))
-    ours.__class__ = pyg_dfgnn.nn.HeteroConv
-    return ours
-
-
 def twins(name, aggr="sum"):
     torch.manual_seed(0)
     own = HeteroConv({relation: CONVS[name](relation) for relation in RELATIONS}, aggr=aggr).double()
-    return own, joined(own)
+    return own, pyg_dfgnn.accelerate(copy.deepcopy(own))
 
 
 @pytest.fixture(autouse=True)
@@ -115,7 +109,7 @@ ATTENTION = {
 def test_relations_of_attention_are_what_they_are_one_by_one(name):
     torch.manual_seed(0)
     own = HeteroConv({relation: ATTENTION[name](relation) for relation in RELATIONS}).eval()
-    ours, own = joined(own), own.double()
+    ours, own = pyg_dfgnn.accelerate(copy.deepcopy(own)), own.double()
     for seed, left_out in ((0, ()), (1, RELATIONS[:3]), (2, (RELATIONS[5],))):
         x, edges = batch(seed, left_out)
         with emulated_device() as launched:
@@ -179,7 +173,7 @@ def test_ids_and_widths_that_do_not_fit_are_errors():
                 layer(x, edges)
     wide = HeteroConv({relation: SAGEConv(WIDTH, 1 + (k > 3)) for k, relation in enumerate(RELATIONS)})
     x, edges = batch(0)
-    for layer in (wide, joined(wide)):
+    for layer in (wide, pyg_dfgnn.accelerate(wide)):
         with emulated_device(), pytest.raises(RuntimeError, match="equal size"):
             layer({name: rows.float() for name, rows in x.items()}, edges)
 
@@ -188,7 +182,7 @@ def test_means_of_many_in_16_bits():
     torch.manual_seed(0)
     relations = [("a", str(k), "a") for k in range(5)]
     own = HeteroConv({relation: SAGEConv(2, 2) for relation in relations})
-    ours = joined(own).bfloat16()
+    ours = pyg_dfgnn.accelerate(copy.deepcopy(own)).bfloat16()
     x = torch.ones(10, 2)
     ends = {relation: torch.stack([torch.randint(10, (1000,)), torch.zeros(1000).long()]) for relation in relations}
     with emulated_device():
@@ -196,11 +190,14 @@ def test_means_of_many_in_16_bits():
     torch.testing.assert_close(out.float(), own({"a": x}, ends)["a"], rtol=2e-2, atol=5e-2)
 
 
-def test_copies_and_pickles():
+def test_copies_pickles_and_restored_modules():
     own, ours = twins("mean")
+    assert type(ours) is pyg_dfgnn.nn.HeteroConv
     for layer in (copy.deepcopy(ours), pickle.loads(pickle.dumps(ours)), ours):
         with emulated_device():
             assert_equal(results(layer, *batch(0)), results(own, *batch(0)))
+    assert type(pyg_dfgnn.restore(ours)) is HeteroConv
+    assert all(type(layer) is SAGEConv for layer in ours.convs.values())
 
 
 def test_layers_of_ours_in_it():
@@ -213,6 +210,8 @@ def test_layers_of_ours_in_it():
     assert_equal(found, results(own, *batch(0)))
 
 
-def test_accelerate_leaves_the_module_as_it_is():
+def test_accelerate_names_the_container(caplog):
     own, _ = twins("mean")
-    assert type(pyg_dfgnn.accelerate(own)) is HeteroConv
+    with caplog.at_level(logging.INFO, logger="pyg_dfgnn"):
+        pyg_dfgnn.accelerate(own)
+    assert "1 HeteroConv" in caplog.text

@@ -29,7 +29,7 @@ from pyg_dfgnn.nn.conv.ssg_conv import SSGConv
 from pyg_dfgnn.nn.conv.super_gat_conv import SuperGATConv
 from pyg_dfgnn.nn.conv.tag_conv import TAGConv
 from pyg_dfgnn.nn.conv.transformer_conv import TransformerConv
-from pyg_dfgnn.nn.drop_ins import DROP_INS
+from pyg_dfgnn.nn.drop_ins import CONTAINERS, DROP_INS
 
 __all__ = [
     "AGNNConv",
@@ -62,5 +62,5 @@ __all__ = [
     "TAGConv",
     "TransformerConv",
 ]
-# `accelerate` leaves HeteroConv, which only calls layers, as it is: ours is for who asks for it.
+CONTAINERS[upstream.HeteroConv] = HeteroConv
 DROP_INS.update({getattr(upstream, name): globals()[name] for name in __all__ if name != "HeteroConv"})

@@ -54,8 +54,7 @@ class HeteroConv(conv.HeteroConv):
 
     Five or more relations of `SAGEConv` or `GraphConv` with sums or means, whose results are added up, are one gather
     and one scatter for all of them, and one product for each type of targets; those of `GATConv` are one attention
-    kernel, and one product for each type of nodes at either end. All others run one by one. The convs need to be
-    drop-ins, of :mod:`pyg_dfgnn.nn` or after :func:`pyg_dfgnn.accelerate`, which does not make this class of PyG's.
+    kernel, and one product for each type of nodes at either end. All others run one by one.
     """
 
     def forward(self, *args_dict: Any, **kwargs_dict: Any) -> dict[str, Tensor]:
@@ -80,7 +79,9 @@ class HeteroConv(conv.HeteroConv):
 
     def _groups(self, x_dict: Nodes, edge_index_dict: Edges) -> dict[Options, list[Relation]]:
         """Return the relations that are computed together."""
-        if self.aggr != "sum" or torch.compiler.is_compiling() or not is_eager() or current().deterministic:
+        if self.aggr != "sum" or len(edge_index_dict) < _LEAST_RELATIONS:
+            return {}
+        if torch.compiler.is_compiling() or not is_eager() or current().deterministic:
             return {}
         if not all(isinstance(name, str) for name in x_dict):
             # Features of relations go to their convs.
