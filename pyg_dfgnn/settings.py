@@ -42,7 +42,7 @@ class Settings:
         compile_messages: Whether layers that :func:`pyg_dfgnn.accelerate` has marked run compiled messages; False
             leaves them to PyG. The environment variable `PYG_DFGNN_COMPILE_MESSAGES=0` makes False the default.
         edge_chunks: Whether compiled messages that make rows of edges, such as networks on `[x_i, x_j, e]`, run some
-            targets at a time on large graphs: in a fraction of the memory of PyG's code, which runs by default, and in
+            targets at a time on large graphs, and not all edges at once: in a fraction of the memory, and in
             more time.
         linear: Whose products linear layers have. With `"torch"` they stay as they are. With `"kernels"`
             :func:`pyg_dfgnn.accelerate` makes drop-ins of them, which give large products in float32 to kernels.

@@ -30,12 +30,12 @@ Written by `python -m tools.message_coverage`; a test compares it with the code.
 - *in part*: some are, and the lines shown stay PyTorch's; *PyG*: none is.
 - *by programs*: how many of the gathers and reductions are in programs.
 - *on kernels*: whether generated kernels run the programs and their gradients, or why PyTorch's operators run them on a
-  GPU. `in chunks`: where [`edge_chunks`](settings.md#edge-networks) asks for them.
+  GPU. `stored rows`: they write [rows of edges](edge_networks.md), which products read.
 
 | class | how | by programs | operators, and what stays PyTorch's | on kernels |
 |---|---|---|---|---|
 """
-CHUNKS = "in chunks"
+STORED = "stored rows"
 SIZES = {One: 1, R: 5, S: 10**7, D: 10**7, U: 5 * 10**7, V: 5 * 10**7, E: 2 * 10**8}
 
 
@@ -48,11 +48,9 @@ def captured_of(case: Case) -> Graphs:
 
 
 def reasons_on_kernels(program: Program) -> list[str]:
-    """Return why generated kernels do not run a program and its gradients."""
-    asked = program, SIZES, program.features, list(dict(program.outputs))
-    reasons = lowered(*asked)[1]
-    with local_settings(edge_chunks=True):
-        return [CHUNKS] if reasons and not lowered(*asked)[1] else reasons
+    """Return whether generated kernels of a program and its gradients store rows of edges, or why none runs it."""
+    steps, reasons = lowered(program, SIZES, program.features, list(dict(program.outputs)))
+    return [STORED] if steps is not None and steps.edge_rows else reasons
 
 
 def row(name: str, kind: type) -> str:

@@ -2,5 +2,6 @@
 
 from pyg_dfgnn.frontend.backend import Captured, Compiler, watchers
 from pyg_dfgnn.frontend.capture import captured
+from pyg_dfgnn.frontend.run import Region
 
-__all__ = ["Captured", "Compiler", "captured", "watchers"]
+__all__ = ["Captured", "Compiler", "Region", "captured", "watchers"]

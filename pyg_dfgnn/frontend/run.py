@@ -51,6 +51,7 @@ class Region:
         reasons: Why torch ran the last call; empty if the program did.
         turn: Number of the last call of its layer.
         is_small: Whether torch ran that call since the edges are few, and not for their being new.
+        is_refused: Whether torch ran it since kernels do not take the program.
         caller: What has compiled the graph, which knows the layer that is being called.
     """
 
@@ -78,7 +79,7 @@ class Region:
         self.is_plain = all(kind is dtype and axis == 0 for kind, axis in results)
         self.has_seed = SEED in program.inputs
         self.reasons: Sequence[str] = ()
-        self.turn, self.is_small = -1, False
+        self.turn, self.is_small, self.is_refused = -1, False, False
         self.kind = str(id(self))
         self._seen: Seen = {}
 
@@ -95,6 +96,7 @@ class Region:
             return self._by_torch(args, ("the edges are new in a capture",))
         rows = rows_of(graph)
         run = runs.find(self.program, rows, inputs, self.names)
+        self.is_refused = not callable(run)
         if not callable(run):
             return self._by_torch(args, [f"{self.line}: {reason}" for reason in run])
         if self.has_seed:
@@ -132,7 +134,7 @@ class Region:
     def _is_left(self, edges: Tensor) -> bool:
         """Return whether torch takes edges that are new, or a few launches on few edges."""
         caller = self.caller
-        self.turn, self.is_small = caller.turn, False
+        self.turn, self.is_small, self.is_refused = caller.turn, False, False
         if caller.layer is not None and is_new(caller.layer, edges, self.kind, caller.turn):
             return True
         self.is_small = is_small(self.program, edges.size(1)) and may_be_left(edges)

@@ -18,7 +18,7 @@ from pyg_dfgnn.ir.lowering import lower
 from pyg_dfgnn.ir.passes import Passes
 from pyg_dfgnn.ir.torch_front import Refusal
 from pyg_dfgnn.ops.function import run_traced
-from pyg_dfgnn.ops.relational.backend import KERNELS, backend, stored_reasons
+from pyg_dfgnn.ops.relational.backend import KERNELS, backend
 from pyg_dfgnn.ops.relational.program import selected
 from pyg_dfgnn.ops.relational.traced import Name
 
@@ -69,8 +69,8 @@ def _reasons(region: Region) -> list[str]:
         steps.append(lower(selected(Passes().run(program, sizes, program.features), gradients), gradients))
     except lanes.Refusal as refusal:
         return [str(refusal)]
-    # How many edges there will be is not known.
-    return [reason for each in steps for reason in stored_reasons(each, 0)]
+    rows = {f"{buffer.name} : {buffer.domain}{list(buffer.shape)}": None for each in steps for buffer in each.edge_rows}
+    return [f"rows of edges are mapped, which Inductor does with less for the host ({', '.join(rows)})"] if rows else []
 
 
 def compile_model(

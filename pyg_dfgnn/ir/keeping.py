@@ -19,6 +19,10 @@ _STORED = ("input", "dense", "linear", "traversal")
 """Kinds of values that are stored whatever reads them."""
 _INLINED_READS = 1.5
 """Numbers that a value is recomputed from, for each of its own, above which it is stored."""
+_MATRIX = 64
+"""Numbers of the largest matrix of an edge that maps its row: PyTorch multiplies by larger ones as fast, and in less
+memory.
+"""
 
 
 class Keeping:
@@ -76,6 +80,8 @@ class Keeping:
             return "inline"
         if is_of_numbers(self.values, i) or stored_row(self.values, i) is not None:
             return "inline"
+        if value.op == "linear" and operands[1].domain is E and prod(operands[1].shape) > _MATRIX:
+            raise Refusal(f"%{i} = {value} : {value.domain}{list(value.shape)} reads a matrix for each edge")
         if value.op == "linear":
             is_dense = operands[1].domain is One and operands[0].domain is value.domain
             return "dense" if is_dense else "linear"

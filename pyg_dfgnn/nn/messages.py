@@ -20,7 +20,7 @@ from torch.nn.modules.module import _has_any_global_hook
 from pyg_dfgnn.dispatch.core import fused_device_types
 from pyg_dfgnn.dispatch.traversal import storage_reasons
 from pyg_dfgnn.fallback import NO_DEVICE, SMALL, report_fallback
-from pyg_dfgnn.frontend import Compiler, captured
+from pyg_dfgnn.frontend import Compiler, Region, captured
 from pyg_dfgnn.graph import Graph
 from pyg_dfgnn.ir.domains import E
 from pyg_dfgnn.ir.lanes import Refusal
@@ -41,9 +41,7 @@ from pyg_dfgnn.ops.relational.backend import (
     is_small,
     match_of,
     running,
-    stored_reasons,
 )
-from pyg_dfgnn.ops.relational.chunked import takes_chunks
 from pyg_dfgnn.ops.relational.program import ALL_PASSES
 from pyg_dfgnn.ops.visits import is_new, is_refilled, may_be_few, run_left
 from pyg_dfgnn.settings import current, local_settings
@@ -86,10 +84,9 @@ class Forward:
         """Return whether neither the methods of a class nor the settings have changed since it was captured."""
         return self.in_chunks is current().edge_chunks and self.methods == _methods(kind)
 
-    def is_small(self, turn: int) -> bool:
-        """Return whether torch's operators have run all regions of a call, since the edges are few."""
-        ran = [region for graph in self.compiler.graphs for region in graph.regions if region.turn == turn]
-        return bool(ran) and all(region.is_small for region in ran)
+    def ran(self, turn: int) -> list[Region]:
+        """Return the regions that have run in a call."""
+        return [region for graph in self.compiler.graphs for region in graph.regions if region.turn == turn]
 
     def reasons(self) -> list[str]:
         """Return why parts of the forward, or all of it, are PyTorch's."""
@@ -131,15 +128,16 @@ class Mark:
         kind: Class of the layer.
 
     Attributes:
-        turn: Number of the last call that was captured.
         few: Number of edges up to which torch's operators take less time than kernels, as far as it is known.
         seen: Number of graphs that its forward had after that call.
         is_left: Whether none of them had a program, so that the layer's own code runs.
+        refused: Kinds of calls of which kernels run no program.
     """
 
     def __init__(self, kind: type) -> None:
-        self.kind, self.turn, self.few, self.seen, self.is_left = kind, 0, -1, -1, False
+        self.kind, self.few, self.seen, self.is_left = kind, -1, -1, False
         self.parts: list[dict[str, Any]] = []
+        self.refused: set[Any] = set()
         self.forward: Forward | None = None
         forward = kind.forward  # type: ignore[attr-defined]
         if getattr(forward, WRAPPER, None) is not kind:
@@ -173,6 +171,8 @@ class Mark:
             if forward is not None and current().fallback == "error":
                 forward.report()
             return own(layer, *args, **kwargs)
+        if self.refused and current().fallback != "error" and _call_of(layer, values) in self.refused:
+            return own(layer, *args, **kwargs)
         reasons = self.reasons(layer, values)
         if reasons:
             report_fallback(self.kind.__name__, reasons)
@@ -180,8 +180,9 @@ class Mark:
         if has_others:
             views: dict[int, Tensor] = {}
             args, kwargs = _of_any_size(args, views), _of_any_size(kwargs, views)
-        self.turn += 1
-        forward.compiler.layer, forward.compiler.turn = layer, self.turn
+        # The layers of a size have one forward, whose graphs each call of any of them may run.
+        forward.compiler.turn = turn = forward.compiler.turn + 1
+        forward.compiler.layer = layer
         try:
             result = forward.run(layer, *args, **kwargs)
         finally:
@@ -190,8 +191,11 @@ class Mark:
             self.seen, self.is_left = len(forward.compiler.graphs), forward.is_left
             if self.is_left:
                 forward.report()
-        if count is not None and forward.is_small(self.turn):
+        ran = forward.ran(turn)
+        if count is not None and ran and all(region.is_small for region in ran):
             self.few = count
+        elif ran and all(region.is_refused for region in ran):
+            self.refused.add(_call_of(layer, values))
         return result
 
     def reasons(self, layer: Any, values: Iterable[Any]) -> list[str]:
@@ -223,8 +227,15 @@ class Mark:
         found = forwards.get(sizes)
         if found is None or not found.is_current(self.kind):
             found = forwards[sizes] = Forward(self.kind, own)
-        self.forward, self.is_left = found, False
+        self.forward, self.is_left, self.refused = found, False, set()
         return found
+
+
+def _call_of(layer: Any, values: Iterable[Any]) -> tuple[Any, ...]:
+    """Return what decides, beside the sizes of a layer, whether kernels run its programs."""
+    flat = [each for value in values for each in (value if isinstance(value, (tuple, list)) else (value,))]
+    kinds = [(x.dtype, x.device, x.requires_grad) if isinstance(x, Tensor) else type(x) for x in flat]
+    return layer.training, torch.is_grad_enabled(), torch.is_autocast_enabled("cuda"), *kinds
 
 
 def _wrapped(own: Callable[..., Any], kind: type) -> Callable[..., Any]:
@@ -384,6 +395,4 @@ def lowered(
         steps = lower(ALL_PASSES.run(program, sizes, tuple(wrt)), list(outputs))
     except Refusal as refusal:
         return None, [str(refusal)]
-    if steps.edge_rows and takes_chunks(program, sizes, wrt, ALL_PASSES):
-        return steps, []
-    return steps, stored_reasons(steps, sizes[E])
+    return steps, []

@@ -10,7 +10,7 @@ from torch_geometric.nn import conv as pyg
 from torch_geometric.utils import softmax
 
 import pyg_dfgnn
-from pyg_dfgnn.ops.relational import backend, chunked
+from pyg_dfgnn.ops.relational import chunked
 from pyg_dfgnn.settings import local_settings
 from tests.emu import needs_compiler
 from tests.kernels.emulated import emulated_device
@@ -147,10 +147,8 @@ def test_numbers_and_gradients_are_pygs(name, kind, counted):
 
 @needs_compiler
 @pytest.mark.parametrize("name", LAYERS)
-def test_numbers_and_gradients_of_all_edges_at_once_are_pygs(name, monkeypatch):
-    monkeypatch.setattr(backend, "_STORED_NUMBERS", 0)
-    with local_settings(edge_chunks=True):
-        assert "relational_traversal" in compare(name, "hub")
+def test_numbers_and_gradients_of_all_edges_at_once_are_pygs(name):
+    assert "relational_traversal" in compare(name, "hub")
 
 
 def compare(name, kind):

@@ -17,9 +17,8 @@ from torch.autograd import Function
 from pyg_dfgnn.graph import Adjacency, Graph
 from pyg_dfgnn.graph.adjacency import outside_capture
 from pyg_dfgnn.graph.build import Built
-from pyg_dfgnn.ir import D, Domain, E, One, Program, Rows, S
+from pyg_dfgnn.ir import D, E, One, Program, Rows, S
 from pyg_dfgnn.ir.lanes import Refusal
-from pyg_dfgnn.ir.lowering import lower
 from pyg_dfgnn.ir.parts import Parts, parts_of
 from pyg_dfgnn.ir.passes import Passes
 from pyg_dfgnn.ir.steps import Lowered
@@ -163,22 +162,6 @@ def edges_of_chunk(lowered: Lowered, inputs: Collection[str]) -> int:
     """Return the edges whose rows, as steps store them beside those of inputs, are a chunk."""
     stored = [buffer.shape for name, buffer in lowered.buffers.items() if buffer.domain is E and name not in inputs]
     return max(_LEAST_EDGES, _CHUNK // max(sum(map(prod, stored)), 1))
-
-
-def takes_chunks(program: Program, sizes: Mapping[Domain, int], wrt: Sequence[str], passes: Passes) -> bool:
-    """Return whether a program that makes rows of edges runs in chunks on a graph of these sizes, as settings ask."""
-    if not current().edge_chunks:
-        return False
-    parts = parts_of(passes.run(program, sizes))
-    if parts is None:
-        return False
-    reached = _reached(parts.before, wrt)
-    names = tuple(name for name in parts.edges.inputs if name in wrt or name in reached)
-    try:
-        lowered = lower(passes.run(parts.edges, sizes, names), [name for name, _ in parts.edges.outputs])
-    except Refusal:
-        return False
-    return sizes[E] >= 2 * edges_of_chunk(lowered, parts.edges.inputs)
 
 
 def chunked_of(prepared: Prepared, rows: Rows, dtype: torch.dtype) -> Chunked | None:
