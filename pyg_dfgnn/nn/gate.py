@@ -20,14 +20,14 @@ from torch_geometric.typing import Adj
 
 from pyg_dfgnn.dispatch.core import fused_device_types
 from pyg_dfgnn.errors import UnsupportedError
-from pyg_dfgnn.fallback import NO_DEVICE, report_fallback
+from pyg_dfgnn.fallback import NO_DEVICE, SMALL, report_fallback
 from pyg_dfgnn.graph import EdgeSet, Graph
 from pyg_dfgnn.nn import edges
 from pyg_dfgnn.nn.drop_ins import Description, set_propagate, shown, upstream_of
 from pyg_dfgnn.nn.scripted import Scripted
 from pyg_dfgnn.ops.eager import PLAIN
 from pyg_dfgnn.ops.graph import may_run_again, unmeasured_graph
-from pyg_dfgnn.ops.visits import may_be_few, run_left
+from pyg_dfgnn.ops.visits import is_compiled_few, may_be_few, run_left
 from pyg_dfgnn.settings import current, local_settings
 
 METHODS = ("message", "aggregate", "update", "edge_update", "message_and_aggregate")
@@ -481,6 +481,9 @@ class FusedConv(Scripted, MessagePassing):
                 against.append("edge_dim and self-loops with a SparseTensor")
         if compiling:
             against += self._compile_reasons((*nodes, edge_attr), form, self_loops, edge_attr is not None, weights)
+            # PyG's code replaces self-loops with numbers from the device, which may break the graph.
+            if form == "tensor" and not self_loops and is_compiled_few(edge_index, x.size(1)):
+                against.append(SMALL)
         edge_attr = None if lin_edge is None else edge_attr
         if edge_attr is not None:
             rows = edge_attr.size(0) if edge_attr.dim() else 0

@@ -17,6 +17,8 @@ _MOST_TENSORS = 64
 _FEW_NUMBERS = 1 << 20
 MEASURED_NUMBERS = 100_000_000
 """Numbers that PyG writes for all edges from which its kernels take longer than the host, and new edges are sorted."""
+_COMPILED_NUMBERS = 1 << 23
+"""Numbers in rows of edges below which what torch.compile makes of PyG's code takes less time than calls of ours."""
 _visits: dict[tuple[int, int], list[Any]] = {}
 """Number of a tensor of edges and length of its rows -> the tensor, its first visitor, the calls and the layer of that
 one, and the forward that was counted last."""
@@ -184,6 +186,13 @@ def is_few(numbers: int) -> bool:
 def may_be_left(edges: Any) -> bool:
     """Return whether edges, an index or offsets are a tensor on a GPU, of which PyG's code may take a few."""
     return type(edges) is Tensor and may_be_few(edges) and edges.dim() > 0 and not torch.compiler.is_compiling()
+
+
+def is_compiled_few(edges: Any, width: int) -> bool:
+    """Return whether torch.compile is tracing a call whose rows of edges of so many numbers are few."""
+    if not torch.compiler.is_compiling() or not may_be_few(edges):
+        return False
+    return edges.size(-1) * width < _COMPILED_NUMBERS  # type: ignore[no-any-return]
 
 
 def may_be_few(edges: Tensor) -> bool:

@@ -182,3 +182,26 @@ def test_compiled_calls_ask_nothing_of_edges_that_were_seen(monkeypatch):
     torch._dynamo.reset()
     compiled = torch.compile(layer, backend="eager", fullgraph=True)
     torch.testing.assert_close(compiled(x, edge_index), want)
+
+
+COMPILED = {
+    "TransformerConv": lambda: pyg.TransformerConv(FEATURES, 4, heads=2),
+    "GATConv": lambda: pyg.GATConv(FEATURES, 4, heads=2, add_self_loops=False),
+    "TAGConv": lambda: pyg.TAGConv(FEATURES, 4, K=2),
+}
+
+
+@needs_compiler
+@pytest.mark.parametrize("name", COMPILED)
+def test_compiled_layers_on_few_edges_are_pygs_and_many_take_kernels(name, monkeypatch):
+    torch.manual_seed(0)
+    layer, x, edge_index = COMPILED[name](), torch.randn(30, FEATURES), edges()
+    want = layer(x, edge_index)
+    pyg_dfgnn.accelerate(nn.ModuleList([layer]))
+    for most, takes_kernels in ((1 << 20, False), (0, True)):
+        monkeypatch.setattr(visits, "_COMPILED_NUMBERS", most)
+        torch._dynamo.reset()
+        with emulated_device() as launched, torch.no_grad():
+            found = torch.compile(layer, backend="eager", fullgraph=True, dynamic=True)(x, edge_index)
+        torch.testing.assert_close(found, want)
+        assert bool(launched) is takes_kernels

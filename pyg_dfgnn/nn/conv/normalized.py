@@ -15,7 +15,7 @@ from pyg_dfgnn.nn import edges
 from pyg_dfgnn.nn.conv.aggregation import AggregationConv, Question, Sent, is_matrix
 from pyg_dfgnn.nn.gate import NO_MATRIX, statistics_of
 from pyg_dfgnn.ops.segment import aggregate, inverse_root_degree, symmetric_norm
-from pyg_dfgnn.ops.visits import is_new
+from pyg_dfgnn.ops.visits import is_compiled_few, is_new
 
 _SCALED = {"sum", "mean"}
 
@@ -71,6 +71,10 @@ class NormalizedConv(AggregationConv):
             against.append("self-loops added to the values of a sparse adjacency")
         # With a cache the first edges are those of all calls.
         if self.normalize and edge_weight is not None and not self._takes_cache and is_new(self, edge_index):
+            against.append(SMALL)
+        # Each hop is a call of ours, where torch.compile joins what PyG launches.
+        is_few = form == "tensor" and x is not None and is_compiled_few(edge_index, x.size(1))
+        if getattr(self, "K", 1) > 1 and not loops and is_few:
             against.append(SMALL)
         if self.normalize and self._takes_cache:
             kept: Any = self._cached_edge_index
