@@ -86,19 +86,21 @@ class HeteroConv(conv.HeteroConv):
         if not all(isinstance(name, str) for name in x_dict):
             # Features of relations go to their convs.
             return {}
-        groups: dict[Options, list[Relation]] = {}
-        for relation, layer in self.convs.items():
+        found = []
+        for relation in self.convs.keys():
             edges, x, to = edge_index_dict.get(relation), x_dict.get(relation[0]), x_dict.get(relation[-1])
             if type(edges) is not Tensor or not _is_plain_matrix(x) or not _is_plain_matrix(to) or lacks_kernels(x):  # type: ignore[arg-type]
                 continue
-            options = _options(layer, x, to)  # type: ignore[arg-type]
-            if options is not None and edges.dim() == 2 and edges.dtype is torch.int64:
+            if edges.dim() == 2 and edges.dtype is torch.int64:
+                found.append((relation, edges, x, to))
+        if len(found) < _LEAST_RELATIONS or not _is_small(found):  # type: ignore[arg-type]
+            return {}
+        groups: dict[Options, list[Relation]] = {}
+        for relation, _, x, to in found:
+            options = _options(self.convs[relation], x, to)  # type: ignore[arg-type]
+            if options is not None:
                 groups.setdefault(options, []).append(relation)
-        return {
-            options: group
-            for options, group in groups.items()
-            if len(group) >= _LEAST_RELATIONS and _is_small(group, options[-1], x_dict, edge_index_dict)
-        }
+        return {options: group for options, group in groups.items() if len(group) >= _LEAST_RELATIONS}
 
     def _sums(
         self, group: Sequence[Relation], options: Sequence[Any], x_dict: Nodes, edge_index_dict: Edges
@@ -271,11 +273,13 @@ def _fit(layers: Sequence[Any], inputs: Sequence[Tensor]) -> bool:
     return len(dtypes) == 1 and all(layer.weight.size(1) == x.size(1) for layer, x in zip(layers, inputs))
 
 
-def _is_small(group: Sequence[Relation], width: int, x_dict: Nodes, edge_index_dict: Edges) -> bool:
+def _is_small(found: Sequence[tuple[Relation, Tensor, Tensor, Tensor]]) -> bool:
     """Return whether the host, and not the device, limits relations that run one by one."""
-    sources = sum(x_dict[name].size(0) for name, *_ in group)
-    edges = sum(edge_index_dict[relation].size(1) for relation in group)
-    return sources * width < _MOST_NUMBERS and edges * width < MEASURED_NUMBERS
+    sources = edges = 0
+    for _, edge_index, x, _ in found:
+        sources += x.numel()
+        edges += edge_index.size(1) * x.size(1)
+    return sources < _MOST_NUMBERS and edges < MEASURED_NUMBERS
 
 
 def _ends_of(
