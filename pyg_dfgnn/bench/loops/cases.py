@@ -40,8 +40,8 @@ class Case:
     size: str
     source: Callable[[], Source]
     make: Callable[[Any], nn.Module]
-    forward: Callable[[nn.Module, Any], Tensor]
-    loss: Callable[[Tensor, Any], Tensor]
+    forward: Callable[[nn.Module, Any], Any]
+    loss: Callable[[Any, Any], Tensor]
     fresh: tuple[str, ...] | None = None
     capture: str = ""
     trains: bool = True
@@ -345,17 +345,19 @@ def _edge_networks(small: bool) -> Iterator[Case]:
         yield Case("edge_networks", name, f"h{width}", source, make, _call_mesh, _numbers, (), "whole")
 
 
-def _call_forces(model: nn.Module, batch: Any) -> Tensor:
+def _call_forces(model: nn.Module, batch: Any) -> tuple[Tensor, Tensor]:
     positions = batch.pos.detach().requires_grad_()
     energies = model(batch.x, positions, batch.edge_index, batch.batch, batch.num_graphs)
     (slopes,) = torch.autograd.grad(energies.sum(), positions, create_graph=True)
-    return torch.cat([energies, -slopes.flatten()])
+    return energies, -slopes
 
 
-def _energies_and_forces(out: Tensor, batch: Any) -> Tensor:
-    # The geometries are relaxed: forces are to be zero.
-    energies, forces = out[: batch.num_graphs], out[batch.num_graphs :]
-    return F.mse_loss(energies, batch.y) + forces.square().mean()
+def _energies_and_forces(out: tuple[Tensor, Tensor], batch: Any) -> Tensor:
+    # The geometries are relaxed: forces are to be zero. What fills a captured batch weighs nothing.
+    energies, forces = out
+    of_atoms = batch.weight[batch.batch]
+    total = (forces.square().sum(dim=1) * of_atoms).sum() / (3 * of_atoms.sum())
+    return _weighted_square(energies, batch) + total
 
 
 def _forces(small: bool) -> Iterator[Case]:
@@ -370,7 +372,8 @@ def _forces(small: bool) -> Iterator[Case]:
             return layers.Energies([block() for _ in range(3)], width)
 
         source = partial(data.qm9, batch, True)
-        yield Case("forces", name, f"qm9-b{batch}-h{width}", source, make, _call_forces, _energies_and_forces)
+        size, call, loss = f"qm9-b{batch}-h{width}", _call_forces, _energies_and_forces
+        yield Case("forces", name, size, source, make, call, loss, capture="graphs")
 
 
 HOST: dict[str, Callable[[int], nn.Module]] = {

@@ -400,6 +400,8 @@ class VectorBlock(MessagePassing):
 class Energies(nn.Module):
     """An energy per molecule of the elements and positions of its atoms, by residual blocks."""
 
+    centres: Tensor
+
     def __init__(self, blocks: list[nn.Module], width: int, cutoff: float = 5.0) -> None:
         super().__init__()
         self.embed, self.blocks, self.cutoff = nn.Embedding(120, width), nn.ModuleList(blocks), cutoff
@@ -409,7 +411,8 @@ class Energies(nn.Module):
     def forward(self, x: Tensor, pos: Tensor, edge_index: Tensor, batch: Tensor, graphs: int) -> Tensor:
         row, col = edge_index
         step = pos[row] - pos[col]
-        length = step.norm(dim=-1, keepdim=True)
+        # Ends of edges that fill a captured batch are at one place.
+        length = step.square().sum(dim=-1, keepdim=True).clamp(min=1e-12).sqrt()
         expanded = torch.exp(-((length - self.centres) ** 2) / (2 * (self.cutoff / BASIS) ** 2))
         cut = 0.5 * (torch.cos(length * (torch.pi / self.cutoff)) + 1.0)
         x = self.embed(x)
