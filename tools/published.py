@@ -40,7 +40,9 @@ LOOPS = {
     ("temporal", ""): "recurrent cells",
     ("dynamic", ""): "neighbours found in each layer",
     ("relations", ""): "relations by masks",
+    ("forces", ""): "energies and forces of molecules",
     ("own", "same"): "layers of one's own",
+    ("edge_networks", ""): "networks on the edges of a mesh",
     ("small", ""): "a graph like Cora",
     ("large", "arxiv"): "a graph like ogbn-arxiv",
     ("large", "reddit"): "a graph like Reddit, 20M edges",
@@ -50,6 +52,7 @@ DRAWN = {
     ("molecules", ""): "molecules,\nnew batches",
     ("superpixels", ""): "superpixels,\nnew batches",
     ("sampled", ""): "sampled\nneighbours",
+    ("edge_networks", ""): "networks\non edges",
     ("small", ""): "a graph\nlike Cora",
     ("large", "arxiv"): "a graph like\nogbn-arxiv",
     ("large", "reddit"): "a graph like\nReddit",
@@ -61,6 +64,16 @@ WAYS_TO_TRAIN = {
     "ours_compile": "pyg_dfgnn, compiled",
     "ours_captured": "pyg_dfgnn, captured",
 }
+EDGE_NETWORKS = {
+    "edgeconv_max": "`EdgeConv`, max",
+    "edgeconv_add": "`EdgeConv`, sum",
+    "egnn": "EGNN",
+    "cfconv": "filters of SchNet",
+    "meshgraphnet": "MeshGraphNet",
+    "gates": "product of two gates",
+    "nnconv": "`NNConv`",
+}
+"""Models of that loop, with their titles."""
 GRAPHS = {
     "a": "PATTERN batch",
     "e": "superpixel batch",
@@ -162,6 +175,21 @@ def loops() -> str:
             cells.append(f"{geometric_mean(values):.2g}{span}" if values else "-")
         body.append([LOOPS[place], f"{geometric_mean(by_way['pyg'].values()):.3g}", *cells])
     return markdown(["training step", "PyG, ms", *ways.values()], body)
+
+
+def edge_networks() -> str:
+    """Milliseconds of training steps of edge networks, and peak megabytes."""
+    rows = {(row["model"], row["implementation"]): row for row in Table.read(ROOT / "results" / "loops.csv")
+            if row["loop"] == "edge_networks" and row["status"] == "ok"}  # fmt: skip
+    body = []
+    for model, title in EDGE_NETWORKS.items():
+        cells = [f"{title}, {rows[model, 'pyg']['size'][1:]}"]
+        for way in ("pyg", *WAYS_TO_TRAIN):
+            row = rows[model, way]
+            peak = f" / {float(row['peak_mb']):,.0f}" if row["peak_mb"] else ""
+            cells.append(f"{float(row['ms']):.3g}{peak}")
+        body.append(cells)
+    return markdown(["network, width", "PyG, ms / MB", *WAYS_TO_TRAIN.values()], body)
 
 
 def molecules() -> str:
@@ -381,7 +409,10 @@ def _table2(model: str) -> Callable[[], str]:
 
 
 PUBLISHED: dict[str, Callable[[], str]] = {
-    **{make.__name__: make for make in (layers, host, loops, molecules, implementations, builds, peers, means, check)},
+    **{
+        make.__name__: make
+        for make in (layers, host, loops, edge_networks, molecules, implementations, builds, peers, means, check)
+    },
     **{make.__name__: make for make in (segment, segment_peers, lanes, reorder)},
     **{make.__name__: make for make in (relational, messages, restated, message_steps, conv_steps)},
     **{model: _table2(model) for model in ATTENTION_STACKS},
