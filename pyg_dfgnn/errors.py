@@ -36,7 +36,7 @@ class IdRangeError(IndexError, ValueError):
 
 
 class StaleError(RuntimeError):
-    """What a captured step relies on has changed in a way that its replay cannot follow."""
+    """A value that a captured step relies on has changed in a way that its replay cannot follow."""
 
 
 def _given(value: Any) -> str:

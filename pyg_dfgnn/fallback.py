@@ -26,7 +26,7 @@ def say(message: str) -> None:
 
 
 def say_once(message: str) -> None:
-    """As :func:`say`, but the same line only once in a process."""
+    """Log a line as :func:`say` does, but the same line only once in a process."""
     if ("", message) not in logged:
         logged.add(("", message))
         say(message)

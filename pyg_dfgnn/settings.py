@@ -1,4 +1,4 @@
-"""What a user may decide for all kernels at once: schedule, determinism, and how a fallback is reported."""
+"""Settings of a user for all kernels at once: schedule, determinism, and how a fallback is reported."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the bench measures, as data: an operation of one size, its inputs, and the implementations that compute it.
+"""Cases of the bench as data: an operation of one size, its inputs, and the implementations that compute it.
 
 A family of operations is a module or folder below ``bench/cases``. The other modules of the bench know a family through
 the classes of this module alone, so a new family is measured, checked and drawn without a change to them.

@@ -57,7 +57,7 @@ class Job:
 
 @dataclass(frozen=True)
 class Experiment:
-    """What to measure and how; one field per key of ``configs/bench/bench.yaml``, which explains them.
+    """Settings of an experiment; one field per key of ``configs/bench/bench.yaml``, which explains them.
 
     Raises:
         ValueError: A name is not among the choices, or a size has another form.

@@ -15,7 +15,7 @@ class EndedError(RuntimeError):
 
 
 def results(work: Callable[..., Iterator[Any]], arguments: tuple[Any, ...], limit_s: float) -> Iterator[Any]:
-    """What ``work`` yields in a process of its own; a None that it yields is a sign of life and left out.
+    """Yield the results of ``work`` from a process of its own; a None that it yields is a sign of life and left out.
 
     Args:
         work: A function of a module, which the process calls.

@@ -1,4 +1,4 @@
-"""What layers gain from other orders of the nodes, beside the cost of the orders."""
+"""Gains of layers from other orders of the nodes, beside the cost of the orders."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What checks and timings share: settings in force, inputs rounded to a dtype, kernels to compile."""
+"""Preparation shared by checks and timings: settings in force, inputs rounded to a dtype, kernels to compile."""
 
 from __future__ import annotations
 

@@ -93,7 +93,7 @@ def _version(*names: str) -> str:
 
 
 def environment(device: torch.device) -> dict[str, str]:
-    """What a measurement was made with and on."""
+    """Return the GPU of a measurement, the versions of its libraries, and the commit and digest of its sources."""
     return {
         "gpu": device_name(device),
         "torch": torch.__version__,

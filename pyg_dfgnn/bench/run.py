@@ -253,7 +253,7 @@ def graph_build_rows(graph: EdgeList, timer: Timer) -> list[Row]:
 
 
 def reference_of(case: Case, graph: EdgeList, dtype: str) -> Reference:
-    """What the results of a case are compared with."""
+    """Return the inputs, output gradient and float64 reference that the results of a case are compared with."""
     inputs, grad_out = rounded_problem(case, graph, [dtype])
     return inputs, grad_out, case.reference(graph, inputs, grad_out)
 

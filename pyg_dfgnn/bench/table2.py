@@ -127,7 +127,7 @@ class Options:
         return hashlib.sha256(json.dumps(of_all, sort_keys=True, default=str).encode()).hexdigest()[:8]
 
     def provenance(self) -> Row:
-        """What the rows of a cell were made with."""
+        """Return the model, setting, environment and source digest of the rows of a cell."""
         named = {"model": self.model_name, "setting": self.setting}
         return {**named, **environment(self.device), "digest": source_digest(MEASURED_ROOMS)}
 
@@ -205,7 +205,7 @@ def cell_columns(options: Options, cell: Cell) -> Row:
 
 
 def source_columns(source: Source) -> Row:
-    """What a data set gives to a step, on average over its batches."""
+    """Return the columns that describe a data set: its task, and the average sizes of its batches."""
     batches, task = source.batches, source.task
     return {
         "task": task.name,

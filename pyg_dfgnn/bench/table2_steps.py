@@ -29,9 +29,9 @@ from pyg_dfgnn.training.step import make_step
 
 PHASES = ("transfer", "preprocess", "forward", "backward", "optimizer")
 SUMMED = ("preprocess", "forward", "backward")
-"""What the paper adds up."""
+"""Phases that the paper adds up."""
 READ = ("x", "edge_index", "edge_attr", "y")
-"""What a step reads of a graph, edge features only where the model takes them; nothing else travels to the device."""
+"""Attributes of a graph that a step reads, `edge_attr` only if the model takes it; no others go to the device."""
 MIN_WALL_STEPS, MAX_WALL_STEPS = 5, 200
 STEP_BY_STEP = ("step_loss_difference", "step_gradient_difference", "step_update_difference")
 """Largest relative differences where each step starts from the parameters of the reference: of the losses, of the
@@ -91,7 +91,7 @@ class Phases:
 
 @dataclass(frozen=True)
 class Source:
-    """What a data set gives to the steps.
+    """Batches of a data set for the steps.
 
     Attributes:
         task: The data set.
@@ -140,7 +140,7 @@ class Backend:
         return self.convs == drop_ins.__name__
 
     def preparation(self, model: nn.Module) -> Prepare:
-        """What is done with a batch on its device before the model sees it; found again by its `edge_index`."""
+        """Return the function that prepares a batch on its device for the model, found again by its `edge_index`."""
         if self.is_ours:
             return self._compress
         compress = getattr(importlib.import_module(self.convs), "compress", None)
@@ -181,7 +181,7 @@ class Pace:
 
 @dataclass(frozen=True)
 class Reference:
-    """What other backends are compared with: how it was made, where it started, its losses, and its first gradient."""
+    """Run that other backends are compared with: its backend, initial state, losses and first gradient."""
 
     backend: Backend
     state: dict[str, Tensor]
@@ -275,7 +275,7 @@ def effect_of_update(before: Sequence[Tensor], after: Iterable[Tensor], averages
 
 @dataclass(frozen=True)
 class Setup:
-    """What the steps of all backends on one data set share.
+    """Common setup of the steps of all backends on one data set.
 
     Attributes:
         model: Config of the model, instantiated with the numbers of features and classes, and the convs.

@@ -61,7 +61,7 @@ def in_order(names: Iterable[str]) -> list[str]:
 
 
 def place_of(row: Row) -> tuple[str, str, str, str]:
-    """What rows have in common that are compared with each other."""
+    """Return the layer, size, direction and graph of a row; rows that agree in these are compared with each other."""
     return row["layer"], row["size"], row["direction"], row["graph"]
 
 
@@ -153,7 +153,7 @@ def peers_table(rows: Rows) -> str:
 
 
 def not_timed(rows: Rows) -> str:
-    """What has no time, and why; rows with the same reason on several graphs or in several directions share a line."""
+    """List rows without a time and their reasons; the same reason on several graphs or directions takes one line."""
     graphs: dict[tuple[str, str], dict[str, None]] = {}
     for row in latest(rows):
         if row["status"] == "ok":

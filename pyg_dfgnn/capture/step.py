@@ -227,7 +227,9 @@ class CapturedStep(Step):
         return loss.clone()
 
     def compute(self, data: Any) -> tuple[Tensor, Any]:
-        """As :meth:`Step.compute`; the first step on a bucket shows whether the loss leaves out padding.
+        """Return loss and output as :meth:`Step.compute`; the first step on a bucket checks the loss without padding.
+
+        The loss must leave out the padding of batches.
 
         Raises:
             ValueError: It does not.

@@ -16,7 +16,7 @@ from pyg_dfgnn.errors import check_choice, check_integer, check_range
 
 @dataclass(frozen=True)
 class Published:
-    """What is known of a data set.
+    """Published facts about a data set.
 
     Attributes:
         types: Number of nodes of each type; labelled nodes are of the first.

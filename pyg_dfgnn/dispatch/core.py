@@ -39,7 +39,7 @@ _logged: set[tuple[str, str, str]] = set()
 
 
 class Problem(Protocol):
-    """What decides the kernels of a call apart from the graph: a frozen dataclass, hashable.
+    """Facts of a call that decide its kernels, apart from the graph: a frozen dataclass, hashable.
 
     Its fields are part of what timings are remembered by.
     """
@@ -54,7 +54,7 @@ class Problem(Protocol):
 
 
 class PassPlan(Protocol):
-    """What runs in one pass: a frozen dataclass of its schedule, which `str` describes."""
+    """Plan of one pass: a frozen dataclass of its schedule, which `str` describes."""
 
     @property
     def schedule(self) -> str:
@@ -175,7 +175,7 @@ def _known(cost: Cost) -> Cost:
 
 @dataclass(frozen=True)
 class Choice:
-    """What one pass of a call runs.
+    """Chosen plan of one pass of a call.
 
     Attributes:
         direction: One of ``DIRECTIONS``.
@@ -202,7 +202,7 @@ class Choice:
 
 
 class Choices(tuple[Choice, ...]):
-    """What the passes of a call run, in order of execution; `str` shows each candidate's numbers."""
+    """Chosen plans of the passes of a call, in order of execution; `str` shows each candidate's numbers."""
 
     @property
     def schedule(self) -> str:

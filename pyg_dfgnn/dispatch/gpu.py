@@ -101,7 +101,7 @@ class Cost:
 
     @property
     def before_s(self) -> float:
-        """What other kernels take before the pass."""
+        """Seconds of other kernels before the pass."""
         return sum(self.before.values())
 
     @property

@@ -23,7 +23,7 @@ from pyg_dfgnn.statements.spec import Spec
 
 @dataclass(frozen=True)
 class StepProblem:
-    """What decides the kernel of a step apart from the graph.
+    """Facts of a step that decide its kernel, apart from the graph.
 
     Attributes:
         kind: "traversal" or "map".

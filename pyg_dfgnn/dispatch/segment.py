@@ -33,7 +33,7 @@ def max_channels(stats: Sequence[str]) -> int:
 
 @dataclass(frozen=True)
 class SegmentProblem:
-    """What decides the kernels of one aggregation, apart from the graph.
+    """Facts of one aggregation that decide its kernels, apart from the graph.
 
     Attributes:
         message: Name of a record in ``MESSAGES``.
@@ -75,7 +75,7 @@ class SegmentProblem:
 
     @property
     def constants(self) -> dict[str, int]:
-        """What every kernel of the family is specialised by."""
+        """Constants that every kernel of the family is specialised by."""
         message = MESSAGES[self.message]
         is_copy = message is COPY and not self.source_scaled
         return {
@@ -150,7 +150,7 @@ _STEMS: Mapping[str, str] = MappingProxyType(
 """Stem of the kernel source of each pass over edges; "args" is the forward pass that leaves what backward reads."""
 
 _CACHE_SHARE = 0.8
-"""What a sweep should gather, as a share of the cache."""
+"""Bytes that a sweep should gather, as a share of the cache."""
 _SWEPT_EDGES = 32
 """Edges that the average row needs in each block of columns: each sweep reads and writes the state of every row."""
 

@@ -36,7 +36,7 @@ _WARPS = 4
 
 @dataclass(frozen=True)
 class SegmentGemmProblem:
-    """What decides the kernel of a product by type, apart from the rows.
+    """Facts of a product by type that decide its kernel, apart from the rows.
 
     Attributes:
         product: One of ``PRODUCTS``.

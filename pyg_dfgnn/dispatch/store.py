@@ -1,4 +1,4 @@
-"""What timings of the candidates have told: remembered in the process, and on disk beside the compiled kernels."""
+"""Store of the timings of candidates: remembered in the process, and on disk beside the compiled kernels."""
 
 import hashlib
 import json

@@ -1,4 +1,4 @@
-"""What the plans of all traversals share: how a feature row maps to lanes, and how long rows are cut."""
+"""Common parts of the plans of all traversals: how a feature row maps to lanes, and how long rows are cut."""
 
 import math
 from collections.abc import Mapping

@@ -25,7 +25,7 @@ _logger = logging.getLogger("pyg_dfgnn")
 
 
 class Captured(NamedTuple):
-    """What became of a graph.
+    """Result of compiling one captured graph.
 
     Attributes:
         regions: Its programs.

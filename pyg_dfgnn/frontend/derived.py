@@ -1,4 +1,4 @@
-"""What a layer computes from its edges alone, such as self-loops, degrees and norms: once for edges that stay."""
+"""Values of a layer from its edges alone, such as self-loops, degrees and norms: computed once for edges that stay."""
 
 from __future__ import annotations
 
@@ -227,7 +227,7 @@ def _states(values: Sequence[Any]) -> list[Any]:
 
 
 class Group(NamedTuple):
-    """What computes nodes that depend on the edges alone.
+    """Function that computes the nodes of a graph that depend on the edges alone.
 
     Attributes:
         compute: The function.

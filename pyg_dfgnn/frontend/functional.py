@@ -42,7 +42,7 @@ _RANDOM = re.compile(
 
 
 class Effects(NamedTuple):
-    """What of a graph must keep its order.
+    """Effects in a graph, whose order must stay.
 
     Attributes:
         before: Node with an effect -> the one before it.

@@ -29,7 +29,7 @@ from pyg_dfgnn.graph.forms import INDEX_DTYPES, Edges, check_edge_index
 
 @dataclass(frozen=True)
 class Built:
-    """What a build has made of its input (see :class:`~pyg_dfgnn.graph.Graph`).
+    """Result of a build (see :class:`~pyg_dfgnn.graph.Graph`).
 
     Attributes:
         csr: Rows are targets.

@@ -1,4 +1,4 @@
-"""What row-parallel schedules need of an adjacency: chunks of heavy rows, column blocks, orders."""
+"""Parts of an adjacency that row-parallel schedules need: chunks of heavy rows, column blocks, orders."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is derived from the edges of a graph: kept by key, and known to the allocator on every stream that reads it."""
+"""Values derived from the edges of a graph: kept by key, and known to the allocator on all streams that read them."""
 
 from __future__ import annotations
 

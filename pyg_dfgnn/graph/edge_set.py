@@ -1,4 +1,4 @@
-"""What names a graph without building it."""
+"""Edge sets, which name a graph without building it."""
 
 from typing import Any, NamedTuple
 
@@ -19,7 +19,7 @@ anchors                   sizes
 
 
 class EdgeSet(NamedTuple):
-    """What names a graph without building it: the flat arguments of :meth:`pyg_dfgnn.graph.Graph.resolve`.
+    """Edges that name a graph without building it: the flat arguments of :meth:`pyg_dfgnn.graph.Graph.resolve`.
 
     Args:
         edge_index: int64 or int32 [2, E].

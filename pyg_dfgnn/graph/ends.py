@@ -21,7 +21,7 @@ class Part(Protocol):
 
     @property
     def kept(self) -> dict[Any, Any]:
-        """What is computed once for the part, by name."""
+        """Values that are computed once for the part, by name."""
 
     @property
     def edge_index(self) -> Tensor:

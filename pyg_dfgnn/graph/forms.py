@@ -97,7 +97,7 @@ def is_adjacency(edges: Any) -> bool:
 
 
 def adjacency_anchor(adj: Any) -> tuple[object, Hashable]:
-    """What tells whether a sparse matrix is still the same: an object to hold weakly, and its indices' versions.
+    """Return an object to hold weakly and its indices' versions, which tell whether a sparse matrix is still the same.
 
     The versions are None if an edit would leave no trace.
     """

@@ -42,7 +42,7 @@ from pyg_dfgnn.graph.edge_set import Key
 
 FLOWS = ("source_to_target", "target_to_source")
 DOMAINS = ("targets", "sources", "relations", "source_relations", "target_relations")
-"""What rows and columns of an adjacency may be; the last two are the distinct (source, relation) and (target, relation)
+"""Domains of rows and columns of an adjacency; the last two are the distinct (source, relation) and (target, relation)
 pairs."""
 # Graphs are freed with the tensors they were built from; this bounds what a program holds that keeps these.
 MAX_CACHED_GRAPHS = 1024
@@ -321,7 +321,7 @@ class Graph(Derived):
 
     @staticmethod
     def known(*key: Any) -> Graph | None:
-        """What the cache has for the key of :meth:`resolve`, measured or not; None if that is nothing."""
+        """Return the graph in the cache for the key of :meth:`resolve`, measured or not; None if there is none."""
         ids = (id(key[0]), *key[1:]) if len(key) != 7 else (id(key[0]), id(key[1]), *key[2:])
         entry = _cache.entries.get(ids)
         if entry is None:

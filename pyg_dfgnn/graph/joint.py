@@ -69,7 +69,7 @@ def _key(anchors: Sequence[Any], numbers: tuple[int, ...]) -> tuple[Hashable, ..
 
 
 def _anchors(edge_sets: Sequence[Any]) -> tuple[Sequence[Any], Sequence[Hashable]]:
-    """What tells whether edges are still the same, as :func:`pyg_dfgnn.graph.forms.adjacency_anchor` does."""
+    """Return the anchors and versions of edge sets, as :func:`pyg_dfgnn.graph.forms.adjacency_anchor` does of one."""
     if {*map(type, edge_sets)} == {Tensor} and {*map(_layout, edge_sets)} == {torch.strided}:
         is_tracked = not any(map(Tensor.is_inference, edge_sets))
         return edge_sets, tuple(map(_version, edge_sets)) if is_tracked else (None,)

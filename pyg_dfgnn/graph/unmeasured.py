@@ -103,7 +103,7 @@ class UnmeasuredGraph(Graph):
 
     @property
     def edge_index(self) -> Tensor:
-        """As :attr:`Graph.edge_index`, of the measured graph where that is no tensor of the user's."""
+        """The edges, as :attr:`Graph.edge_index`: the user's own tensor, or else that of the measured graph."""
         (edge_index,) = self._live_anchors()
         is_own = self._sizes[2:] == (False, False) and edge_index.dtype == torch.int64
         return edge_index if is_own else Graph.resolve(edge_index, *self._sizes).edge_index

@@ -335,7 +335,7 @@ class _Generator:
     # The text ------------------------------------------------------------------------------------------------------
 
     def _stores(self) -> Iterator[tuple[str, Key, bool]]:
-        """What is written: the buffer, the value, and whether it is a row of the domain that is reduced over."""
+        """Yield each store: the buffer, the value, and whether it is a row of the domain that is reduced over."""
         for name, i in self.step.program.outputs:
             is_position = self.step.kind == "traversal" and i not in self.reduced
             yield name, (i, self.lanes.roots[name]), is_position
@@ -398,7 +398,7 @@ class _Generator:
         return keys[:1] * 2 if kind == "Weighted" and self._is_fragment(keys[0][1]) else keys
 
     def _state_forms(self, kind: str, keys: tuple[Key, ...]) -> list[str]:
-        """What an accumulator holds."""
+        """Return the forms of the values that an accumulator holds."""
         forms = [form for _, form in self._held(kind, keys)]
         if kind == "Outer":
             return forms[1:] * prod(self.values[keys[0][0]].shape)

@@ -1,4 +1,4 @@
-"""What operators without a kernel of their own are made of, and fewer passes over edges where sums allow it."""
+"""Decomposition of operators without a kernel of their own, and fewer passes over edges where sums allow it."""
 
 from __future__ import annotations
 
@@ -117,8 +117,8 @@ def _divided(builder: Builder, x: int, y: int) -> int:
 
 
 def _scaled_softmax(program: Program, i: int) -> tuple[int, int, int, Shape] | None:
-    """What a sum of (softmax c) v over the rows of the softmax is made of: softmax, c, v and the shape that v meets, or
-    None. As a sum of softmax (c v) it takes no pass over the edges beside that of the softmax.
+    """Return the parts of a sum of (softmax c) v over the rows of the softmax: softmax, c, v and the shape that v
+    meets, or None. As a sum of softmax (c v) it takes no pass over the edges beside that of the softmax.
     """
     value, values = program.values[i], program.values
     if value.op != "sum" or values[value.args[0]].op != "mul":
@@ -135,7 +135,7 @@ def _scaled_softmax(program: Program, i: int) -> tuple[int, int, int, Shape] | N
 
 
 def _collapsed(program: Program, i: int) -> tuple[int, int | None, str, Domain] | None:
-    """What a sum of scaled sums is as one sum over the rows of those: what is summed, its scale, how that is applied,
+    """Return a sum of scaled sums as one sum over the rows of those: what is summed, its scale, how that is applied,
     and the rows; None if a value is no such sum. So the sum of means by relation takes one pass over the edges.
     """
     value, values = program.values[i], program.values

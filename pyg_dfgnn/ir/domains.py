@@ -12,7 +12,7 @@ from functools import cache
 
 
 class Domain(Enum):
-    """What one row of a value stands for; the value of a member is its letter in dumps."""
+    """Kind of thing that one row of a value stands for; the value of a member is its letter in dumps."""
 
     GLOBAL = "1"
     RELATION = "R"

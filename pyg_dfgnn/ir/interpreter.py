@@ -17,7 +17,7 @@ from pyg_dfgnn.ir.rows import Rows
 from pyg_dfgnn.reference.philox import dropout_factor
 
 EPSILON = 1e-16
-"""What PyG adds to the sum of a softmax."""
+"""Number that PyG adds to the sum of a softmax."""
 
 
 def interpret(program: Program, rows: Rows, inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -1,4 +1,4 @@
-"""What is stored of the values of a program, and what steps compute in registers where they read it."""
+"""Values of a program that are stored, and values that steps compute in registers where they read them."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ memory.
 
 
 class Keeping:
-    """Of which kind each value of a program is, and which values are stored.
+    """Kind of each value of a program, and the choice of the values that are stored.
 
     Args:
         program: The program, decomposed.
@@ -128,7 +128,7 @@ class Keeping:
         return fits and self.values[product].op == "linear" and self.readers[product] == {i}
 
     def _product_operands(self, i: int) -> Iterator[int]:
-        """What is stored of the operands of a product."""
+        """Yield the values that are stored for the operands of a product."""
         for arg in self.values[i].args:
             if self.kinds[i] == "linear" and self.values[i].op == ADD and self.values[arg].op == "linear":
                 yield from self._product_operands(arg)
@@ -207,7 +207,7 @@ class Keeping:
         return any(self.values[j].op in JOINS for j in reached)
 
     def _operand(self, i: int) -> int:
-        """What is stored of the operand of a step that gathers by itself."""
+        """Return the value that is stored for the operand of a step that gathers by itself."""
         while self.values[i].op in ("view", "gather", "permute") and self.kinds[i] == "inline":
             i = self.values[i].args[0]
         return i

@@ -24,7 +24,7 @@ JOINS = ("inner", "fold", "largest")
 
 
 class Refusal(ValueError):
-    """What no kernel computes; the message names the value."""
+    """A value that no kernel computes; the message names it."""
 
 
 class Lanes(NamedTuple):

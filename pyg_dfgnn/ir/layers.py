@@ -53,7 +53,7 @@ def rgcn_max(x: S, weight: R):
 
 @relational
 def rgcn_bases(x: S, basis: One, comp: R):
-    """As :func:`rgcn_mean` with W_r = sum_b comp_rb basis_b for a basis [B, K, N]: the bases are applied first."""
+    """The :func:`rgcn_mean` with W_r = sum_b comp_rb basis_b for a basis [B, K, N]: the bases are applied first."""
     return sum_to(D, mean_to(V, dot((x @ basis).permute(1, 0), comp)), over=V)
 
 
@@ -223,7 +223,7 @@ def hetero_linear(x: S, weight: Ts, bias: Ts = None):
 
 
 Layer = tuple[Any, ...]
-"""What names a layer: the name of its function in :data:`LAYERS` and, of one that returns the program, arguments."""
+"""Key of a layer: the name of its function in :data:`LAYERS` and, of one that returns the program, arguments."""
 LAYERS: dict[str, Relational | Callable[..., Relational]] = {
     "film": film,
     "han_mean": han_mean,

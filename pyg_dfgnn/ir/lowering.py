@@ -268,7 +268,7 @@ class _Lowering(Keeping):
         return False
 
     def _read_for(self, i: int, draft: _Draft) -> tuple[int, int]:
-        """What a step gathers for a value of edges or pairs alone: numbers of the widest row, and how many rows."""
+        """Return the gathers of a step only for a value of edges or pairs: the largest row size, number of rows."""
         known = self.kept | {i}
         read = {leaf for target in draft.targets for leaf in self.leaves(target, known)}
         rows = [self.values[leaf] for leaf in self.leaves(i, self.kept) - read]

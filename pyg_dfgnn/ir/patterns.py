@@ -1,4 +1,4 @@
-"""What of a softmax one pass over the rows computes: its maximum and sum, and the sum that it weights."""
+"""Parts of a softmax that one pass over the rows computes: its maximum and sum, and the sum that it weights."""
 
 from __future__ import annotations
 

@@ -112,4 +112,4 @@ POINTWISE: dict[str, Pointwise] = {
 }
 """Name -> pointwise function."""
 COMPARISONS = ("between", "eq", "greater", "sign", "step")
-"""Those that jump, with which gradients choose their branch."""
+"""Pointwise functions that jump, with which gradients choose their branch."""

@@ -71,7 +71,7 @@ class Value:
 
     @property
     def is_seed(self) -> bool:
-        """Whether it is an input that masks are drawn with, one int64 number, rather than one of the common dtype."""
+        """Whether the value is an input that masks are drawn with: one int64 number, not one of the common dtype."""
         return self.op == "input" and len(self.attrs) > 1
 
     def __str__(self) -> str:
@@ -118,7 +118,7 @@ class Program:
 
     @cached_property
     def differentiable_inputs(self) -> dict[str, frozenset[str]]:
-        """Of each output the inputs that torch would give it a gradient in."""
+        """Output -> the inputs that torch would give it a gradient in."""
         found: list[frozenset[str]] = []
         for value in self.values:
             if value.op == "input":

@@ -1,4 +1,4 @@
-"""What a program is lowered to: steps, the buffers between them, and their dump."""
+"""The lowered form of a program: steps, the buffers between them, and their dump."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from pyg_dfgnn.ir.program import Program, Shape
 
 @dataclass(frozen=True)
 class Buffer:
-    """What steps hand to each other: rows of a domain.
+    """Rows of a domain that steps hand to each other.
 
     Attributes:
         name: An input's own name, or "%" and a number.
@@ -53,7 +53,7 @@ class Step:
 
     @property
     def is_by_relation(self) -> bool:
-        """Whether it is a product with the weights of relations, or gives their gradient."""
+        """Whether the step is a product with the weights of relations, or gives their gradient."""
         return self.kind in ("linear", "outer") and any(value.domain is R for value in self.program.values)
 
     @property
@@ -113,10 +113,10 @@ class Lowered:
 
     @cached_property
     def edge_rows(self) -> tuple[Buffer, ...]:
-        """What is stored of every edge although nobody asked for it, but for a few numbers beside rows of features, or
-        beside what is asked for of each edge.
+        """Buffers of every edge that are stored although nobody asked for them, but for a few numbers beside rows of
+        features, or beside what is asked for of each edge.
 
-        What the weights of relations are multiplied with is not among it: without kernels each row has a weight.
+        Rows multiplied with the weights of relations are not among them: without kernels each row has a weight.
         """
         steps = *self.forward, *self.backward
         kept = {name for step in steps if step.is_by_relation for name in (*step.reads, *step.writes)}

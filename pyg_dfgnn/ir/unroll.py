@@ -93,7 +93,7 @@ class _Unrolled:
         self.program = rewrite(program, self._rule)
 
     def _connected(self, start: int) -> set[int]:
-        """What is made of a value, or it is made of, or that is joined with such values, with the last size kept."""
+        """Return a value, its operands, readers and values joined with it, and so on, while the last size is kept."""
         readers: dict[int, list[int]] = {}
         for i in self.old.live:
             for arg in self.values[i].args:

@@ -1,4 +1,4 @@
-"""What the models share: where layers come from, checks of sizes, norms, and the mean over the nodes of a graph."""
+"""Common parts of models: where layers come from, checks of sizes, norms, and the mean over the nodes of a graph."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from pyg_dfgnn.errors import check_integer, check_range
 NORMS = {"batch": nn.BatchNorm1d, "layer": nn.LayerNorm}
 """Normalisation between layers, by name."""
 POOLS = {"mean": global_mean_pool, "add": global_add_pool}
-"""What makes the output of a graph of those of its nodes, by name."""
+"""Functions that pool the outputs of the nodes of a graph into one, by name."""
 
 
 def find_layer(convs: Any, name: str) -> Any:

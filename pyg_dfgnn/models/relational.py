@@ -41,7 +41,7 @@ class _RelationalStack(ConvStack):
             nn.init.xavier_uniform_(self.embedding.weight)
 
     def forward(self, x: Tensor | None, edge_index: Any, *arguments: Any, **options: Any) -> Tensor:
-        """As :meth:`ConvStack.forward`; `x` is None where nodes have no features."""
+        """Return the result of :meth:`ConvStack.forward`; `x` is None where nodes have no features."""
         x = x if self.embedding is None else self.embedding.weight
         return super().forward(x, edge_index, *arguments, **options)  # type: ignore[arg-type]
 

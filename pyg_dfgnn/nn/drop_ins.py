@@ -97,7 +97,7 @@ def keep_signature(kind: type) -> None:
 
 @dataclass(frozen=True)
 class Description:
-    """What a layer, or each layer of a model, would do with a call; `str()` is made for reading.
+    """Description of how a layer, or each layer of a model, would run a call; `str()` is made for reading.
 
     Attributes:
         layer: The layer, as it prints itself.
@@ -158,7 +158,7 @@ class Row(NamedTuple):
 
     @property
     def state(self) -> str:
-        """Whether it is a "drop-in", "compiled" or "left"."""
+        """State of the layer: "drop-in", "compiled" or "left"."""
         return "drop-in" if self.drop_in else "compiled" if self.compiled else "left"
 
 

@@ -160,7 +160,7 @@ def _own_propagation(conv_type: type[MessagePassing]) -> list[str]:
 
 
 _singles: dict[type, tuple[str, ...]] = {}
-"""What aggregations compute that have no option which decides it."""
+"""Class of an aggregation -> its statistics, where no option decides them."""
 
 
 def is_multiple(aggr_module: Any) -> bool:
@@ -303,7 +303,7 @@ def edge_reasons(edge_index: Any, form: str, flow: str, device: torch.device) ->
 
 
 class FusedConv(Scripted, MessagePassing):
-    """What the drop-in convs share: the gate, PyG's own path, and the edges in the order of the fused ops.
+    """Base class of the drop-in convs: the gate, PyG's own path, and the edges in the order of the fused ops.
 
     A drop-in subclasses PyG's conv under the same name, adds no parameter and overrides `forward` only. Its `_call`
     asks the gate first; with any reason the forward is PyG's own.
@@ -319,7 +319,7 @@ class FusedConv(Scripted, MessagePassing):
     _node_dim = 0
     """The node dimension that PyG's forward assumes."""
     _fused_statistics = frozenset({"sum"})
-    """What the messages may be aggregated to, of the names that :func:`statistics_of` returns."""
+    """Statistics that the messages may be aggregated to, by the names that :func:`statistics_of` returns."""
     _scaler: type | None = None
     """PyG's class of a module around the aggregation that the fused path stands for too."""
     _problem_type: Callable[..., Any]

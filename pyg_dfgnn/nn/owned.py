@@ -1,4 +1,4 @@
-"""What is kept for layers, each for as long as it lives."""
+"""Table of values that are kept for layers, each for as long as the layer lives."""
 
 from __future__ import annotations
 

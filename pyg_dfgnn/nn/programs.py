@@ -19,7 +19,7 @@ from pyg_dfgnn.ops.relational import RowSet, apply, apply_traced
 
 @dataclass(frozen=True)
 class RelationalProblem:
-    """What the gate asks before a program is known.
+    """Facts of a call that the gate asks about before a program is known.
 
     Attributes:
         dtype: Dtype of the features.

@@ -22,7 +22,7 @@ _COUNTS = {"targets": "num_dst", "sources": "num_src", "edges": "num_edges"}
 
 @dataclass(frozen=True)
 class Shape:
-    """What the functions of an op are compiled for; numbers of nodes and edges come with each call.
+    """Facts that the functions of an op are compiled for; numbers of nodes and edges come with each call.
 
     Attributes:
         statement: The op.

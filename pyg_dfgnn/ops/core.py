@@ -48,7 +48,7 @@ _LETTERS = {"targets": "N_dst", "sources": "N_src", "edges": "E"}
 
 
 class _TracedCall(NamedTuple):
-    """What a traced call knows of itself."""
+    """Facts of a traced call that its operator needs."""
 
     problem: Any
     heads: int

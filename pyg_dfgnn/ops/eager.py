@@ -168,7 +168,7 @@ def tell_of_torch(name: str) -> None:
 
 
 class _Gradients(Function):
-    """What a backward pass computes of the gradients of outputs and of saved tensors, as a function of all of these."""
+    """Autograd Function of a backward pass: its results as a function of output gradients and saved tensors."""
 
     @staticmethod
     def forward(ctx: Any, node: Any, backward: Any, again: Any, count: int, *tensors: Any) -> Any:

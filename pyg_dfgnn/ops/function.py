@@ -122,7 +122,7 @@ class Fused(Function):
 
 apply_fused = apply_of(Fused)
 INFER, STATS, TRAIN = 0, 1, 2
-"""What a forward pass leaves: nothing, what a pass over edges reads, what backward reads."""
+"""Modes of a forward pass by what it leaves: nothing, what a pass over edges reads, what backward reads."""
 
 
 def unedited(ctx: Any) -> list[Tensor] | None:
@@ -135,7 +135,7 @@ def unedited(ctx: Any) -> list[Tensor] | None:
 
 
 class EdgeValue(Function):
-    """What `run` gives per edge; a gradient of it, rarely asked for, takes the reference's composite path."""
+    """Autograd Function of a value per edge, from `run`; its gradient, rarely asked for, is that of the reference."""
 
     @staticmethod
     def forward(ctx: Any, run: Callable[[], Tensor], reference: Callable[..., Tensor], *tensors: Any) -> Tensor:
@@ -194,7 +194,7 @@ class Program(NamedTuple):
 
 
 class Runner(Protocol):
-    """What runs the programs of a kind: a statement with its kernels, or the programs of the IR."""
+    """Runner of the programs of one kind: those of a statement with its kernels, or those of the IR."""
 
     def run(
         self,
@@ -238,7 +238,7 @@ class Runner(Protocol):
 
 
 ops: dict[str, Runner] = {}
-"""What runs a program, by the start of its name."""
+"""Runners of programs, by the start of a program's name."""
 makers: list[Callable[[str], None]] = []
 """(start of a name) -> None, having put what runs such programs into :data:`ops` if it is of the maker's family."""
 

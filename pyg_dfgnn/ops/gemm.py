@@ -105,7 +105,7 @@ class _Projection(torch.autograd.Function):
 
 _apply = apply_of(_Projection)
 _Gradients = tuple[Tensor | None, Sequence[Tensor | None], Sequence[Tensor | None]]
-"""Of x, None without weights; of the weights and the biases, or as many None."""
+"""Gradients of x, None without weights; of the weights and the biases, or as many None."""
 
 
 def _backward_of_torch(x: Tensor, weights: Sequence[Tensor], grads: Sequence[Tensor], needed: bool) -> _Gradients:

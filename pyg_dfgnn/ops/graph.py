@@ -30,7 +30,7 @@ _STEPS = ("count", "place", "order")
 
 
 class Reports:
-    """What kernels have found in edges since the host last looked: numbers that they write to memory of the host.
+    """Findings of kernels in edges since the host last looked: numbers that they write to memory of the host.
 
     Attributes:
         values: See `kernels/graph/csr.cu`, int64 [7].

@@ -1,4 +1,4 @@
-r"""What layers need of groups beyond :func:`pyg_dfgnn.ops.segment.aggregate`: sizes, a softmax, extremes of segments.
+r"""Group functions for layers beyond :func:`pyg_dfgnn.ops.segment.aggregate`: sizes, a softmax, extremes of segments.
 
 The groups of rows are the graph of an index or of offsets, whose sources are the rows in their order.
 """

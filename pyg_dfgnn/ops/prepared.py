@@ -1,4 +1,4 @@
-"""What an op runs on one graph: chosen once, prepared when first needed, and kept with the graph."""
+"""Prepared ops, the kernels of an op on one graph: chosen once, prepared when first needed, and kept with the graph."""
 
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol

@@ -38,7 +38,7 @@ _MERGED = {
 }
 """Places of the arguments that the merge kernel takes between its two states."""
 _OF_NODES = (6, 9, 14, 16, 17, 18)
-"""Those that the pass over targets of moments takes."""
+"""Places of the arguments that the pass over targets of moments takes."""
 
 
 class CusparseLaunch(PreparedPass):

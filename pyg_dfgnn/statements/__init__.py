@@ -1,1 +1,1 @@
-"""What an operation is, stated as data: records that dispatch, ops, reference, nn and bench read."""
+"""Statements of operations as data: records that dispatch, ops, reference, nn and bench read."""

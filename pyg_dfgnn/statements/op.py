@@ -1,4 +1,4 @@
-"""What an op is, stated once as data: its tensors, numbers and passes.
+"""The statement of an op, written once as data: its tensors, numbers and passes.
 
 From a statement :mod:`pyg_dfgnn.ops.core` derives the argument checks, the prepared launches, the autograd function,
 the registered operator and the inputs of a timing. A statement names values by their role; `label` is the user's name
@@ -13,7 +13,7 @@ from typing import Any
 DIRECTIONS = ("forward", "targets", "sources")
 """The passes of an op: forward over the CSR, backward over targets (CSR rows), backward over sources (CSC rows)."""
 DOMAINS = ("targets", "sources", "edges", "blocks", "whole")
-"""What the rows of a tensor belong to; "blocks" are partial results of thread blocks, "whole" has no rows."""
+"""Domains of the rows of a tensor; "blocks" are partial results of thread blocks, "whole" has no rows."""
 FEATURES = "features"
 """The dtype that all feature tensors of a call share; other dtypes go by their own name."""
 

@@ -28,7 +28,7 @@ LEAST_VARIANCE = 1e-5
 
 @dataclass(frozen=True, eq=False)
 class Message:
-    """What an edge sends, channel by channel.
+    """Message of an edge, channel by channel.
 
     Attributes:
         name: Name in :data:`MESSAGES`, and stem of its CUDA struct in ``kernels/segment/messages``.
@@ -90,7 +90,7 @@ MESSAGES = MappingProxyType({message.name: message for message in (COPY, WEIGHT,
 _LAYER = ("lin_weight", "lin_bias")
 _INPUTS = ("target", "key", "value", "edge", "source_scale", "target_scale", "inverse_degree", *_LAYER)
 EDGE_SHAPES = MappingProxyType({"vector": ("C",), "scalar": (), "row": ("D",), None: ()})
-"""What follows the edges in the shape of what a message reads of them."""
+"""Shape of the data that a message reads of each edge, by the kind of data."""
 _KEPT = ("arg_max", "arg_min", "num_max", "num_min", "center", "others")
 FORWARD = Pass("forward", "targets", "sources", (*_INPUTS, "out", *_KEPT))
 

@@ -1,4 +1,4 @@
-"""What is compiled, as a record, and the assembly of its source.
+"""The record of a module to compile, and the assembly of its source.
 
 Constants become a prologue, includes are inlined, and original line numbers are kept.
 

@@ -49,7 +49,7 @@ class Sweep(NamedTuple):
     min_blocks: int
     """Blocks per multiprocessor that the compiler makes room for."""
     share: float
-    """What one sweep should gather, as a share of the cache."""
+    """Bytes that one sweep should gather, as a share of the cache."""
     pieces: float
     """Longest piece of a row over that of other swept passes."""
 
@@ -149,7 +149,7 @@ class BlockMmaTuning:
 
 @dataclass(frozen=True)
 class PaperTuning:
-    """What the lanes of `smmf` and `pmf` do per edge in one pass, over all steps.
+    """Work of the lanes of `smmf` and `pmf` per edge in one pass, over all steps.
 
     Attributes:
         gathers: Feature rows read.

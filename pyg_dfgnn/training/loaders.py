@@ -24,7 +24,7 @@ from pyg_dfgnn.training.metrics import IGNORED
 # Graphs stay on a GPU by default if they take at most this share of its memory.
 _RESIDENT_SHARE = 0.25
 READ = ("x", "pe", "edge_index", "edge_attr", "y")
-"""What a step reads of a graph, edge features only where the model takes them."""
+"""Attributes of a graph that a step reads, edge features only where the model takes them."""
 
 
 class Batches:

@@ -48,7 +48,7 @@ log = logging.getLogger(__name__)
 
 RETURNS = ("val_loss", "val_accuracy", "val_error", "test_loss", "test_accuracy", "test_error")
 MAX_SEED = 2**64 - 1
-"""What torch takes at most."""
+"""Largest seed that torch takes."""
 KINDS = {
     "accuracy": "accuracy",
     "balanced_accuracy": "mean accuracy per class",

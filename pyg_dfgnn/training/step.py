@@ -17,11 +17,11 @@ from pyg_dfgnn.training.metrics import absolute_error, cross_entropy, label_coun
 
 PRECISIONS = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 _ARGUMENTS = ("pe", "nodes", "edge_type", "edge_attr", "queries")
-"""What a model takes by name where a batch has it."""
+"""Arguments that a model takes by name where a batch has them."""
 
 
 class Objective:
-    """What the steps of a run compute; labels of -100, and values of weight 0, do not count.
+    """Forward pass and loss of the steps of a run; labels of -100, and values of weight 0, do not count.
 
     Args:
         device: Device of the batches.

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 KEY = ("task", "model", "metric", "experiment", "convs", "device", "changes")
-"""What makes a setting: its runs differ only in their seed, or in a split that the seed decides."""
+"""Facts of a run that make a setting: its runs differ only in their seed, or in a split that the seed decides."""
 CURVE_POINTS = 100
 """Largest number of epochs in the curve of a run."""
 _COLUMNS = 4

@@ -28,7 +28,7 @@ _OF_BATCHES = ("batch", "ptr", "input_id", "num_sampled_nodes")
 
 @dataclass(frozen=True)
 class Report:
-    """What one reordering has cost and changed.
+    """Cost and effect of one reordering.
 
     Attributes:
         method: Name of the method.

@@ -213,7 +213,7 @@ class MessageCase(Case):
 
     @property
     def spec(self) -> Layer:
-        """What the layer is."""
+        """Entry of the layer in :data:`LAYERS`."""
         return LAYERS[self.op]
 
     @property
@@ -272,7 +272,7 @@ class MessageCase(Case):
         return out
 
     def arguments(self, edge_index: Tensor, x: Tensor, edge: Tensor | None) -> tuple[Tensor, ...]:
-        """What a call of the layer takes."""
+        """Return the arguments of a call of the layer."""
         # FAConv takes the features of the first layer beside those of the last.
         args = (x, x, edge_index) if self.op == "fa" else (x, edge_index)
         return args if edge is None else (*args, edge)
@@ -287,7 +287,7 @@ class MessageCase(Case):
     def reference(
         self, graph: EdgeList, inputs: Inputs, grad_out: Tensor, keep: Tensor | None = None
     ) -> dict[str, Tensor]:
-        """As of other cases, of all rows at once: layers norm their edges by degrees of both ends."""
+        """Return output and gradients in float64, all rows at once: layers norm their edges by degrees of both ends."""
         leaves = {name: tensor.detach().double().requires_grad_() for name, tensor in inputs.items()}
         out = self.plain(graph.edge_index, graph.num_dst, leaves, keep)
         gradients = torch.autograd.grad(out, list(leaves.values()), grad_out.double(), materialize_grads=True)

@@ -62,7 +62,7 @@ class Aggregation:
 
     @property
     def is_linear(self) -> bool:
-        """Whether it is one product with a matrix."""
+        """Whether the aggregation is one product with a matrix."""
         return set(self.stats) <= set(SUMS)
 
 
@@ -148,12 +148,12 @@ class SegmentCase(Case):
         return torch.cat(outputs, dim=1)
 
     def messages(self, edge_index: Tensor, inputs: Inputs) -> Tensor:
-        """What each edge sends, [E, F]."""
+        """Return the message of each edge, [E, F]."""
         sent = inputs["x"].index_select(0, edge_index[0])
         return sent * inputs["edge"].unsqueeze(1) if self.aggregation.weighted else sent
 
     def problem(self, dtype: str, device: torch.device) -> SegmentProblem:
-        """What dispatch is asked in the dtype of that name."""
+        """Return the problem of this case for dispatch, in the dtype of that name."""
         message = "weight" if self.aggregation.weighted else "copy"
         return SegmentProblem(message, self.aggregation.stats, self.channels, DTYPES[dtype], device)
 

@@ -48,7 +48,7 @@ def first_step(case: Case, model: nn.Module, batch: Any) -> First:
 
 
 def gradients(model: nn.Module) -> dict[str, Tensor]:
-    """What the last backward pass left in the parameters."""
+    """Return the gradients that the last backward pass left in the parameters, by name."""
     return {name: p.grad.detach().clone() for name, p in model.named_parameters() if p.grad is not None}
 
 

@@ -1,4 +1,4 @@
-"""What decides the kernels of one attention call, apart from the graph."""
+"""The attention problem: the facts of a call, apart from the graph, that decide its kernels."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -13,7 +13,7 @@ from pyg_dfgnn.statements.scores import SCORES, Score
 
 @dataclass(frozen=True)
 class AttentionProblem:
-    """What decides the kernels of one attention call.
+    """Facts of one attention call that decide its kernels.
 
     Attributes:
         score: Name of a record in ``SCORES``.
@@ -57,7 +57,7 @@ class AttentionProblem:
 
     @cached_property
     def constants(self) -> Mapping[str, int]:
-        """What every attention kernel is specialised by."""
+        """Constants that every attention kernel is specialised by."""
         operands = self.record.constants(self.edge, self.edge_channels > 0)
         return MappingProxyType({**operands, "STORAGE": STORAGE[self.dtype], "DROPOUT": int(self.dropout)})
 

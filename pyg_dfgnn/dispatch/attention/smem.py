@@ -139,7 +139,7 @@ def _is_narrow(problem: AttentionProblem) -> bool:
 
 @cache
 def constants_of(problem: AttentionProblem, direction: str) -> Mapping[str, int]:
-    """What the kernel of a pass is specialised by."""
+    """Return the constants that the kernel of a pass is specialised by."""
     loads, unroll, warps, blocks = _layout(problem, direction)
     lanes = rows.fitting_lanes(problem, loads, wide=False)
     whole = problem.channels == lanes["HEAD_LANES"] * lanes["LANE_VECS"] * lanes["VEC"]
@@ -195,7 +195,7 @@ def _is_timed(problem: AttentionProblem, direction: str) -> bool:
 
 
 def _untimed(problem: AttentionProblem, direction: str, c: Mapping[str, int]) -> float:
-    """What instructions take where their ratio to `row_split` is from timings of other layouts."""
+    """Return the factor of instructions where their ratio to `row_split` is from timings of other layouts, else 1."""
     if _is_timed(problem, direction):
         return 1.0
     known = (

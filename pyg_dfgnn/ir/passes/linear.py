@@ -101,7 +101,7 @@ class _Scaled(NamedTuple):
 
 
 def _scaled_map(program: Program, i: int) -> _Scaled | None:
-    """What a sum of c (x W), or of x W + b, reads; None if a value is something else."""
+    """Return the operands of a sum of c (x W), or of x W + b; None if a value is something else."""
     value, values = program.values[i], program.values
     if value.op != "sum" or program.uses[value.args[0]] > 1:
         return None

@@ -50,7 +50,7 @@ def join_pads(program: Program) -> Program:
     """Return the program in which weights between zeros that are added, as gradients of slices are, are joined."""
 
     def placed(builder: Builder, i: int) -> tuple[int, int, int]:
-        """What stands between zeros, its first place and the one behind it."""
+        """Return the value between zeros, its first place and the place behind its last one."""
         value = builder.values[i]
         before = value.attrs[0] if value.op == "pad" else 0
         inner = value.args[0] if value.op == "pad" else i
@@ -159,7 +159,7 @@ def _sizes(shape: Shape) -> Shape:
 
 
 def _factors(program: Program, i: int) -> Counter[int]:
-    """What is multiplied to a value, in any order."""
+    """Return the factors of a product with their counts; a value that is no product is its only factor."""
     i = through(program.values, i, *_MOVED)
     value = program.values[i]
     return sum((_factors(program, arg) for arg in value.args), Counter()) if value.op == "mul" else Counter([i])

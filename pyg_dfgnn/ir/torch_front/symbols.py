@@ -23,7 +23,7 @@ FACTS = frozenset(
     "dim ndim ndimension dtype layout is_sparse is_floating_point is_complex size shape numel nelement is_cuda is_leaf "
     "requires_grad grad_fn is_contiguous __len__".split()
 )
-"""What functions of torch, written in Python, ask of a tensor."""
+"""Attributes and methods of a tensor that functions of torch, written in Python, ask for."""
 
 
 class Refusal(Exception):
@@ -39,7 +39,7 @@ class Refusal(Exception):
 
 
 class Types(NamedTuple):
-    """What ids are that name types of edges.
+    """Meaning of ids that name types of edges.
 
     Attributes:
         name: Name of the argument that holds the type of each edge.
@@ -118,7 +118,7 @@ _PRODUCTS = frozenset("linear matmul mm bmm addmm rmatmul".split())
 _EXACT = frozenset(
     "exp log log1p pow rsqrt reciprocal sum norm softmax log_softmax softplus cosine_similarity layer_norm".split()
 )
-"""What autocast computes in float32 on CUDA devices."""
+"""Functions that autocast computes in float32 on CUDA devices."""
 
 
 def _is_lost(x: Tensor) -> bool:

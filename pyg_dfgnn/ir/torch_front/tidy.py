@@ -1,4 +1,4 @@
-"""What a trace of PyG's helpers leaves: a softmax among edges in five steps becomes one operator again."""
+"""Cleanup of a trace of PyG's helpers: a softmax among edges in five steps becomes one operator again."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the drop-in aggregations share: the question whether kernels take a call, and how it is described."""
+"""Base class of the drop-in aggregations: the check whether kernels take a call, and the description of a call."""
 
 from collections.abc import Iterable, Sequence
 from typing import Any

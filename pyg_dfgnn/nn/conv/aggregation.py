@@ -1,4 +1,4 @@
-"""What the convs that aggregate messages share: the question to the gate, what travels along the edges, the op."""
+"""Base of the convs that aggregate messages: the question to the gate, what travels along the edges, the op."""
 
 import inspect
 from dataclasses import replace
@@ -27,7 +27,7 @@ Question = tuple[str, tuple[str, ...], int, bool, int]
 
 
 class Sent(NamedTuple):
-    """What a call sends along the edges besides features.
+    """Edges of a call, and the factors of its messages.
 
     Attributes:
         graph: The edges.

@@ -1,4 +1,4 @@
-"""What the convs of the attention family tell the gate: their problem, what speaks against it, and its plan."""
+"""Base class of the attention convs: their problem, the reasons against kernels for it, and its plan."""
 
 from dataclasses import replace
 from typing import Any

@@ -40,7 +40,7 @@ _MOST_NUMBERS = 1 << 24
 
 Relation = tuple[str, str, str]
 Options = tuple[Any, ...]
-"""What relations agree about that are computed together: the kind of conv, its options, and the widths."""
+"""Facts in which relations that are computed together agree: the kind of conv, its options, and the widths."""
 Nodes = Mapping[str, Tensor]
 Edges = Mapping[Relation, Tensor]
 

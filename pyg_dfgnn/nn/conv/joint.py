@@ -1,4 +1,4 @@
-"""What the relational convs on dicts share: one node set of all types, one graph with edge types as relations."""
+"""Base class of the relational convs on dicts: one node set of all types, one graph with edge types as relations."""
 
 from collections.abc import Mapping, Sequence
 from functools import lru_cache

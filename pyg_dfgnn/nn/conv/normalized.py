@@ -1,4 +1,4 @@
-"""What the convs on a normalised adjacency share: the factors of their messages."""
+"""Base classes of the convs on a normalised adjacency: the factors of their messages."""
 
 from typing import Any, cast
 
@@ -27,7 +27,7 @@ class NormalizedConv(AggregationConv):
     """
 
     normalize = True
-    """What instances without the argument do."""
+    """Default of convs without this argument."""
     add_self_loops = False
     improved = False
     cached = False

@@ -1,4 +1,4 @@
-"""What the relational convs share: the question to the gate, the graph with its relations, the run of a program."""
+"""Base class of the relational convs: the question to the gate, the graph with its relations, the run of a program."""
 
 from collections.abc import Sequence
 from operator import attrgetter

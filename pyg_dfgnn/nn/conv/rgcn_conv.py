@@ -23,7 +23,7 @@ Nodes: TypeAlias = Tensor | tuple[Tensor | None, Tensor] | None
 
 
 class RelationalGraphConv(RelationalConv):
-    """What both convs compute: `x'_i = W_root x_i + b + sum_r aggr_{j in N_r(i)} W_r x_j`."""
+    """Base class of both convs: `x'_i = W_root x_i + b + sum_r aggr_{j in N_r(i)} W_r x_j`."""
 
     def _call(self, x: Nodes, edge_index: Adj | Graph, edge_type: OptTensor = None) -> Call:
         x_src, x_dst = x if isinstance(x, tuple) else (x, x)

@@ -16,7 +16,7 @@ from pyg_dfgnn.runtime.launcher import addresses, kernel_of, launch
 _INPUTS = 11
 """Inputs and numbers at the head of the arguments of every pass."""
 _OUTPUTS = {"forward": slice(11, 14), "targets": slice(11, 18)}
-"""What follows the inputs in the kernels that write a pass's results."""
+"""Places of the arguments after the inputs in the kernels that write a pass's results."""
 _GRAD_OUT = 13
 """Place of the output's gradient in the pass over targets."""
 _SOURCE_GRADS = slice(12, 17)

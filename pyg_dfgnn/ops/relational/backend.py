@@ -1,4 +1,4 @@
-"""What runs the programs of captured layers: kernels, hand-written ones where these compute the same, or the oracle."""
+"""Backends for programs of captured layers: kernels, hand-written ones where these compute the same, or the oracle."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ Run = Callable[[Rows, Mapping[str, Tensor]], Mapping[str, Tensor]]
 
 
 class Backend(NamedTuple):
-    """What runs programs.
+    """Backend that runs programs.
 
     Attributes:
         find: (program, rows, inputs, names of outputs) -> what runs it on such inputs, or why nothing can. The seed may
@@ -79,7 +79,7 @@ _LAUNCHES = {
 
 
 class _Weight(NamedTuple):
-    """What a program costs the host, by PyG's code and by kernels.
+    """Work of the host for a program, by PyG's code and by kernels.
 
     Attributes:
         program: The program, which so stays alive.

@@ -138,7 +138,7 @@ class Chunked:
         return apply(program, rows, {name: known[name] for name in program.inputs}, passes=self.passes)
 
     def prepared(self, chunk: Chunk) -> Prepared:
-        """What runs the edges of a chunk."""
+        """Return the prepared program that runs the edges of a chunk."""
         key = "chunk", id(self.parts.edges), self.dtype, self.wrt
         # With the program, whose number the key has.
         made = chunk.rows.derived(

@@ -37,7 +37,7 @@ _SUM_LANES, _SUM_THREADS = 32, 256
 
 
 class _Prepared(NamedTuple):
-    """What one precision of a product runs."""
+    """Plan and kernels of a product in one precision."""
 
     plan: SegmentGemmPlan
     kernel: Kernel
@@ -46,7 +46,7 @@ class _Prepared(NamedTuple):
 
 
 class _Product:
-    """What the products have in common: sizes, lists of rows, and the launches of each precision.
+    """Common base of the products: sizes, lists of rows, and the launches of each precision.
 
     The graph may keep a product, so a product does not keep the graph.
     """

@@ -263,7 +263,7 @@ def _prepare(
 
 
 class _Found:
-    """What runs calls of a program with inputs of the same facts, which have been checked.
+    """Program found for calls with inputs of the same facts, which have been checked.
 
     Attributes:
         given: The program as it was given, whose number is a key and which so stays alive.

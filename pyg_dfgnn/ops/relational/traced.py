@@ -27,7 +27,7 @@ from pyg_dfgnn.ops.function import ops, run_traced
 from pyg_dfgnn.ops.relational.program import rows_of, run, selected
 
 KIND = "program"
-"""What the names of the programs begin with."""
+"""Start of the names of the programs."""
 
 
 _seen: Seen = {}
@@ -35,7 +35,7 @@ _seen: Seen = {}
 
 
 class RowSet(NamedTuple):
-    """What names the rows of a graph without building them.
+    """Anchors and sizes that name the rows of a graph without building them.
 
     ============= ================================== ================================================================
     kind          anchors                            sizes
@@ -95,7 +95,7 @@ class RowSet(NamedTuple):
 
 
 class Name(NamedTuple):
-    """What the name of a program in the operator says.
+    """Parts of the name of a program in the operator.
 
     Attributes:
         kind: Kind of its :class:`RowSet`.
@@ -122,7 +122,7 @@ def _read(name: str) -> Name:
 
 
 class _Programs:
-    """What runs programs of the IR (:class:`~pyg_dfgnn.ops.function.Runner`)."""
+    """Runner of the programs of the IR (:class:`~pyg_dfgnn.ops.function.Runner`)."""
 
     def run(
         self,

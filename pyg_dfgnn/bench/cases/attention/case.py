@@ -122,7 +122,7 @@ class AttentionCase(Case):
         return dropout_factor(ids, self.heads, self.dropout, draw_seed(graph.device))
 
     def problem(self, dtype: str, device: torch.device) -> AttentionProblem:
-        """What dispatch is asked in the dtype of that name."""
+        """Return the problem of this case for dispatch, in the dtype of that name."""
         size = self.score, self.heads, self.channels
         has_dropout, tf32 = self.dropout > 0, dtype == "tf32"
         return AttentionProblem(*size, DTYPES[dtype], device, self.edge, has_dropout, tf32=tf32)

@@ -275,7 +275,7 @@ class RelationalCase(Case):
 
     @property
     def spec(self) -> Layer:
-        """What the layer is."""
+        """Entry of the layer in :data:`LAYERS`."""
         return LAYERS[self.op]
 
     @property
@@ -342,7 +342,7 @@ class RelationalCase(Case):
         return self.call(ours, Edges.of_graph(graph))(inputs)
 
     def plain(self, edge_index: Tensor, num_dst: int, inputs: Inputs, keep: Tensor | None) -> Tensor:
-        """As of other cases; the inputs also hold the constants of :meth:`reference`."""
+        """Return the reference output in plain torch; the inputs also hold the constants of :meth:`reference`."""
         return self.spec.plain(edge_index, num_dst, inputs, self.heads)
 
     def reference(
