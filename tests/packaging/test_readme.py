@@ -49,13 +49,13 @@ def test_readme_example_prints_what_is_shown(capsys, caplog):
 
 
 def test_partitioned_example():
-    (example,) = examples("docs/training.md")
+    (example,) = examples("docs/several_gpus.md")
     given = {"edge_index": torch.randint(30, (2, 90)), "num_nodes": 30, "x": torch.randn(30, 4), "model": GATConv(4, 2)}
     exec(example, given)
     assert given["out"].shape == (30, 2)
 
 
-@pytest.mark.parametrize("name", ["docs/settings.md", "docs/schedules.md"])
+@pytest.mark.parametrize("name", ["docs/settings.md", "docs/schedules.md", "docs/edge_networks.md"])
 def test_other_examples(name, capsys):
     for example in examples(name):
         exec(example, {})
