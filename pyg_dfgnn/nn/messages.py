@@ -19,6 +19,7 @@ from torch.nn.modules.module import _has_any_global_hook
 
 from pyg_dfgnn.dispatch.core import fused_device_types
 from pyg_dfgnn.dispatch.traversal import storage_reasons
+from pyg_dfgnn.errors import IdRangeError, StaleError, UnsupportedError
 from pyg_dfgnn.fallback import NO_DEVICE, SMALL, report_fallback
 from pyg_dfgnn.frontend import Compiler, Region, captured
 from pyg_dfgnn.graph import Graph
@@ -53,6 +54,8 @@ WRAPPER = "_pyg_dfgnn_captures"
 UNCALLED = "its first call tells what of it becomes programs"
 """Said of a layer of which nothing is known before."""
 NO_GRAPH = "TorchDynamo captures no graph in which edges are gathered and reduced"
+_ERRORS = (IdRangeError, StaleError, UnsupportedError, torch.OutOfMemoryError)
+"""Errors of a captured forward that are the user's to see."""
 _TENSORS = (Tensor, torch.nn.Parameter)
 
 
@@ -66,6 +69,7 @@ class Forward:
     Attributes:
         compiler: What has compiled its graphs.
         run: The captured function.
+        failure: The reason why it is not run any more: an error that the layer's own code does not raise.
         methods: The methods of the class that PyG calls, which TorchDynamo takes for what never changes.
         in_chunks: Whether networks on edges are parts of programs, which run in chunks.
     """
@@ -74,11 +78,13 @@ class Forward:
         self.compiler = Compiler(kind.__name__)
         self.run = captured(own, self.compiler)
         self.methods, self.in_chunks = _methods(kind), current().edge_chunks
+        self.failure: str | None = None
 
     @property
     def is_left(self) -> bool:
         """Whether no graph of it has a program; of no edge or one a graph of its own is captured."""
-        return not any(graph.regions or graph.derived or graph.is_of_one for graph in self.compiler.graphs)
+        graphs = self.compiler.graphs
+        return self.failure is not None or not any(x.regions or x.derived or x.is_of_one for x in graphs)
 
     def is_current(self, kind: type) -> bool:
         """Return whether neither the methods of a class nor the settings have changed since it was captured."""
@@ -90,6 +96,8 @@ class Forward:
 
     def reasons(self) -> list[str]:
         """Return why parts of the forward, or all of it, are PyTorch's."""
+        if self.failure is not None:
+            return [self.failure]
         graphs = self.compiler.graphs
         reasons = list(dict.fromkeys(reason for graph in graphs for reason in graph.reasons))
         return reasons or ([NO_GRAPH] if self.is_left else [])
@@ -177,16 +185,29 @@ class Mark:
         if reasons:
             report_fallback(self.kind.__name__, reasons)
             return own(layer, *args, **kwargs)
+        given = args, kwargs
         if has_others:
             views: dict[int, Tensor] = {}
             args, kwargs = _of_any_size(args, views), _of_any_size(kwargs, views)
         # The layers of a size have one forward, whose graphs each call of any of them may run.
         forward.compiler.turn = turn = forward.compiler.turn + 1
         forward.compiler.layer = layer
+        failure: Exception | None = None
         try:
             result = forward.run(layer, *args, **kwargs)
+        except _ERRORS:
+            raise
+        except Exception as error:
+            failure = error
         finally:
             forward.compiler.layer = None
+        if failure is not None:
+            # An error of the layer's own code is raised here.
+            result = own(layer, *given[0], **given[1])
+            forward.failure = f"TorchDynamo fails on it ({type(failure).__name__}: {failure})"
+            self.seen, self.is_left = len(forward.compiler.graphs), True
+            forward.report()
+            return result
         if self.seen != len(forward.compiler.graphs):
             self.seen, self.is_left = len(forward.compiler.graphs), forward.is_left
             if self.is_left:
@@ -227,7 +248,7 @@ class Mark:
         found = forwards.get(sizes)
         if found is None or not found.is_current(self.kind):
             found = forwards[sizes] = Forward(self.kind, own)
-        self.forward, self.is_left, self.refused = found, False, set()
+        self.forward, self.is_left, self.refused = found, found.failure is not None, set()
         return found
 
 

@@ -58,6 +58,12 @@ class _Tape:
         for i, value in enumerate(program.values):
             if self.active & set(value.args) and value.op != "detach":
                 self.active.add(i)
+        # Torch selects: 0 times an infinite slope is no number. Elsewhere later passes move products out of sums.
+        self.selects = any(self._is_steep(program.values[i]) for i in self.active)
+
+    def _is_steep(self, value: Value) -> bool:
+        """Return whether the derivative of a value may be infinite."""
+        return value.op in ("log", "pow", "sqrt") or (value.op == "div" and value.args[1] in self.active)
 
     def emit(self, op: str, *operands: int | float, attrs: Sequence[Any] = ()) -> int:
         ids = [self.builder.emit("const", attrs=(x,)) if isinstance(x, float) else x for x in operands]
@@ -144,6 +150,9 @@ class _Tape:
             slope = derivative(self.emit, value.args, value.attrs, i)
             if isinstance(slope, float):
                 gradient = g if slope == 1.0 else self.emit("neg", g) if slope == -1.0 else self.emit("mul", g, slope)
+            elif self.selects and value.op in ("clamp", "maximum", "relu", "where"):
+                chosen = self.emit("mul", g, slope) if value.op == "maximum" else g
+                gradient = self.emit("where", slope, chosen, 0.0)
             elif value.op == "mul" and self.values[arg].shape[-1:] == (1,) != value.shape[-1:]:
                 # A factor per head: a dot product, so that no row of products is a value.
                 columns = value.shape[-len(self.values[slope].shape) :]
