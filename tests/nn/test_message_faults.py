@@ -1,0 +1,100 @@
+"""Layers at which capture or gradients may go wrong run as PyG's."""
+
+import copy
+
+import pytest
+import torch
+from torch_geometric.nn import MessagePassing
+
+from pyg_dfgnn import report
+from pyg_dfgnn.nn import accelerate
+from pyg_dfgnn.settings import local_settings
+from tests.emu import needs_compiler
+from tests.kernels.emulated import emulated_device
+
+
+class Narrow(MessagePassing):
+    """Messages of rows of 64 numbers alone."""
+
+    def forward(self, x, edge_index):
+        return self.propagate(edge_index, x=x)
+
+    def message(self, x_j):
+        return x_j.view(-1, 64) * 2.0 + x_j
+
+
+class Deleted(MessagePassing):
+    """A row of edges that is kept between two methods, and that TorchDynamo loses."""
+
+    def __init__(self):
+        super().__init__(aggr="add")
+        self.rows = None
+
+    def forward(self, x, edge_index):
+        return self.propagate(edge_index, x=x)
+
+    def message(self, x_i, x_j):
+        self.rows = x_i + x_j
+        return torch.sigmoid(self.rows) * x_j
+
+    def update(self, out):
+        rows = self.rows
+        del self.rows
+        return out, rows
+
+
+def test_a_layer_that_dynamo_breaks_runs_as_it_is():
+    layer, x, edge_index = Deleted(), torch.randn(5, 8), torch.randint(5, (2, 9))
+    marked = accelerate(copy.deepcopy(layer))
+    with emulated_device(), local_settings(fallback="silent"):
+        for _ in range(4):
+            torch.testing.assert_close(marked(x, edge_index), layer(x, edge_index))
+        assert "TorchDynamo fails on it" in str(report(marked))
+
+
+def test_errors_of_a_layers_own_are_raised_as_they_are():
+    marked = accelerate(Narrow())
+    with emulated_device(), local_settings(fallback="silent"):
+        with pytest.raises(RuntimeError, match="shape"):
+            marked(torch.randn(5, 60), torch.randint(5, (2, 9)))
+        assert marked(torch.randn(5, 64), torch.randint(5, (2, 9))).shape == (5, 64)
+        assert not any("TorchDynamo fails" in row.why for row in report(marked))
+
+
+class Guarded(MessagePassing):
+    """Distances without those of 0, below the infinite slope of a root."""
+
+    def __init__(self, guard):
+        super().__init__(aggr="add")
+        self.guard = guard
+
+    def forward(self, x, position, edge_index):
+        return self.propagate(edge_index, x=x, position=position)
+
+    def message(self, x_j, position_i, position_j):
+        return self.guard((position_i - position_j).square().sum(-1, keepdim=True)).sqrt() * x_j
+
+
+GUARDS = {
+    "where": lambda d: torch.where(d > 0, d, torch.zeros_like(d)),
+    "masked_fill": lambda d: d.masked_fill(d == 0, 0.0),
+    "relu": lambda d: (d - 0.5).relu(),
+    "clamp": lambda d: (d - 0.5).clamp(min=0),
+    "maximum": lambda d: torch.maximum(d - 0.5, torch.zeros_like(d)),
+}
+
+
+@needs_compiler
+@pytest.mark.parametrize("name", GUARDS)
+def test_gradients_below_an_infinite_slope_are_pygs(name):
+    torch.manual_seed(0)
+    layer, edge_index = Guarded(GUARDS[name]), torch.randint(9, (2, 40))
+    edge_index[:, :3] = torch.arange(3)
+    marked = accelerate(copy.deepcopy(layer))
+    x, position = torch.randn(9, 4), torch.randn(9, 3, requires_grad=True)
+    (want,) = torch.autograd.grad(layer(x, position, edge_index).sum(), position)
+    with emulated_device() as launched:
+        for _ in range(3):
+            (found,) = torch.autograd.grad(marked(x, position, edge_index).sum(), position)
+    assert launched and want.isfinite().all()
+    torch.testing.assert_close(found, want, rtol=1e-4, atol=1e-5)
