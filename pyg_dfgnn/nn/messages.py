@@ -204,7 +204,7 @@ class Mark:
         if failure is not None:
             # An error of the layer's own code is raised here.
             result = own(layer, *given[0], **given[1])
-            forward.failure = f"TorchDynamo fails on it ({type(failure).__name__}: {failure})"
+            forward.failure = f"its captured forward fails ({type(failure).__name__}: {failure})"
             self.seen, self.is_left = len(forward.compiler.graphs), True
             forward.report()
             return result
