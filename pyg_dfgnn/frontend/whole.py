@@ -70,7 +70,7 @@ def _reasons(region: Region) -> list[str]:
     except lanes.Refusal as refusal:
         return [str(refusal)]
     rows = {f"{buffer.name} : {buffer.domain}{list(buffer.shape)}": None for each in steps for buffer in each.edge_rows}
-    return [f"rows of edges are mapped, which Inductor does with less for the host ({', '.join(rows)})"] if rows else []
+    return [f"rows of edges are mapped, which is left to Inductor ({', '.join(rows)})"] if rows else []
 
 
 def compile_model(
