@@ -22,7 +22,7 @@ RELATIONS = [
 ]
 
 
-def batch(seed, left_out=()):
+def batch(seed, left_out=(), most=23):
     generator = torch.Generator().manual_seed(seed)
     x = {name: torch.randn(count, WIDTH, generator=generator).double() for name, count in NODES.items()}
     edges = {}
@@ -30,7 +30,7 @@ def batch(seed, left_out=()):
         if relation in left_out:
             continue
         source, target = NODES[relation[0]], NODES[relation[-1]]
-        count = 0 if relation[1] == "in" or not source else 23
+        count = 0 if relation[1] == "in" or not source else most
         ends = [torch.randint(max(n, 1), (count,), generator=generator) for n in (source, target)]
         edges[relation] = torch.stack(ends)
     return x, edges
@@ -110,18 +110,18 @@ def test_relations_of_attention_are_what_they_are_one_by_one(name):
     torch.manual_seed(0)
     own = HeteroConv({relation: ATTENTION[name](relation) for relation in RELATIONS}).eval()
     ours, own = pyg_dfgnn.accelerate(copy.deepcopy(own)), own.double()
-    for seed, left_out in ((0, ()), (1, RELATIONS[:3]), (2, (RELATIONS[5],))):
-        x, edges = batch(seed, left_out)
+    for seed, left_out, most in ((0, (), 23), (1, RELATIONS[:3], 3), (2, (RELATIONS[5],), 1), (3, (), 0)):
+        x, edges = batch(seed, left_out, most)
         with emulated_device() as launched:
             found = results(ours, {name: rows.float() for name, rows in x.items()}, edges)
         want = results(own, x, edges)
         assert found[0] == want[0]
         for key in want[1]:
-            torch.testing.assert_close(
-                found[1][key].double(), want[1][key], rtol=1e-4, atol=1e-5, msg=lambda t, key=key: f"{key}: {t}"
-            )
+            # Gradients of zero are left out: with one edge a softmax has no other.
+            mine = found[1].get(key, torch.zeros(())).double().expand_as(want[1][key])
+            torch.testing.assert_close(mine, want[1][key], rtol=1e-4, atol=1e-5, msg=lambda t, key=key: f"{key}: {t}")
         forward = [each for each in launched if "forward" in each]
-        assert len(forward) == 1, forward
+        assert len(forward) == (most > 0), forward
 
 
 @pytest.mark.parametrize("aggr", ["mean", "max", "cat", None])

@@ -43,6 +43,7 @@ Options = tuple[Any, ...]
 """Facts in which relations that are computed together agree: the kind of conv, its options, and the widths."""
 Nodes = Mapping[str, Tensor]
 Edges = Mapping[Relation, Tensor]
+Convs = Mapping[Relation, Any]
 
 
 class HeteroConv(conv.HeteroConv):
@@ -59,17 +60,14 @@ class HeteroConv(conv.HeteroConv):
 
     def forward(self, *args_dict: Any, **kwargs_dict: Any) -> dict[str, Tensor]:
         """PyG's forward; see `torch_geometric.nn.HeteroConv.forward`."""
-        groups = {} if kwargs_dict or len(args_dict) != 2 else self._groups(*args_dict)
-        if not groups:
+        is_plain = self.aggr == "sum" and len(args_dict) == 2 and not kwargs_dict
+        found, joined = together(self.convs, *args_dict) if is_plain else ([], set())
+        if not found:
             alone: dict[str, Tensor] = super().forward(*args_dict, **kwargs_dict)
             return alone
         x_dict, edge_index_dict = args_dict
-        joined = {relation for group in groups.values() for relation in group}
         rest = {relation: edges for relation, edges in edge_index_dict.items() if relation not in joined}
-        found = [super().forward(x_dict, rest)]
-        for (kind, *options), group in groups.items():
-            together = self._attention if kind is GATConv else self._sums
-            found.append(together(group, options, x_dict, edge_index_dict))
+        found.append(super().forward(x_dict, rest))
         out_dict: dict[str, Tensor] = {}
         for relation in self.convs.keys():
             parts = [each[relation[-1]] for each in found if relation[-1] in each]
@@ -77,104 +75,130 @@ class HeteroConv(conv.HeteroConv):
                 out_dict[relation[-1]] = group_of(parts, self.aggr)  # type: ignore[assignment]
         return out_dict
 
-    def _groups(self, x_dict: Nodes, edge_index_dict: Edges) -> dict[Options, list[Relation]]:
-        """Return the relations that are computed together."""
-        if self.aggr != "sum" or len(edge_index_dict) < _LEAST_RELATIONS:
-            return {}
-        if torch.compiler.is_compiling() or not is_eager() or current().deterministic:
-            return {}
-        if not all(isinstance(name, str) for name in x_dict):
-            # Features of relations go to their convs.
-            return {}
-        found = []
-        for relation in self.convs.keys():
-            edges, x, to = edge_index_dict.get(relation), x_dict.get(relation[0]), x_dict.get(relation[-1])
-            if type(edges) is not Tensor or not _is_plain_matrix(x) or not _is_plain_matrix(to) or lacks_kernels(x):  # type: ignore[arg-type]
-                continue
-            if edges.dim() == 2 and edges.dtype is torch.int64:
-                found.append((relation, edges, x, to))
-        if len(found) < _LEAST_RELATIONS or not _is_small(found):  # type: ignore[arg-type]
-            return {}
-        groups: dict[Options, list[Relation]] = {}
-        for relation, _, x, to in found:
-            options = _options(self.convs[relation], x, to)  # type: ignore[arg-type]
-            if options is not None:
-                groups.setdefault(options, []).append(relation)
-        return {options: group for options, group in groups.items() if len(group) >= _LEAST_RELATIONS}
 
-    def _sums(
-        self, group: Sequence[Relation], options: Sequence[Any], x_dict: Nodes, edge_index_dict: Edges
-    ) -> dict[str, Tensor]:
-        """Return what relations of sums or means give to each type."""
-        _, averages, width = options
-        sources = list(dict.fromkeys(relation[0] for relation in group))
-        firsts = dict(zip(sources, accumulate((x_dict[name].size(0) for name in sources), initial=0)))
-        targets = _Places([relation[-1] for relation in group], x_dict)
-        places = [(firsts[relation[0]], 1, *targets[k]) for k, relation in enumerate(group)]
-        edges = _ends_of(group, places, x_dict, edge_index_dict)
-        row, col = edges
-        x = torch.cat([x_dict[name] for name in sources]) if len(sources) > 1 else x_dict[sources[0]]
-        # Sums and counts of 16 bits would end at a few hundred.
-        wide = torch.promote_types(x.dtype, torch.float32)
-        sums = x.new_zeros(targets.count, width, dtype=wide).index_add(0, col, x.index_select(0, row).to(wide))
-        if averages:
-            one = x.new_ones(1, dtype=wide).expand(col.size(0))
-            edges_of = x.new_zeros(targets.count, dtype=wide).index_add(0, col, one)
-            sums = sums / edges_of.clamp(min=1).view(-1, 1)
-        sums = sums.to(x.dtype)
-        outs = {}
-        for name, rows in targets.split(sums).items():
-            layers = [_layers(self.convs[group[k]]) for k in targets.members[name]]
-            weights, inputs = [neighbours.weight for neighbours, _ in layers], [rows.reshape(-1, width * len(layers))]
-            roots = [root.weight for _, root in layers if root is not None]
-            if roots:
-                weights.append(_total(roots))
-                inputs.append(x_dict[name])
-            biases = [layer.bias for both in layers for layer in both if layer is not None and layer.bias is not None]
-            outs[name] = F.linear(torch.cat(inputs, dim=1), torch.cat(weights, dim=1), _total(biases))
-        return outs
+def together(convs: Convs, x_dict: Nodes, edge_index_dict: Edges) -> tuple[list[dict[str, Tensor]], set[Relation]]:
+    """Compute relations together where that is faster, and add up what they give to a type.
 
-    def _attention(
-        self, group: Sequence[Relation], options: Sequence[Any], x_dict: Nodes, edge_index_dict: Edges
-    ) -> dict[str, Tensor]:
-        """Return what relations of attention give to each type: a relation's ends are rows of their own."""
-        layers = [self.convs[relation] for relation in group]
-        first, (heads, channels, _, slope, dropout, _) = layers[0], options
-        sources, targets = (_Places([relation[end] for relation in group], x_dict) for end in (0, -1))
-        places = [(*sources[k], *targets[k]) for k in range(len(group))]
-        edges = _ends_of(group, places, x_dict, edge_index_dict)
-        values, by_source, by_target = [], [], []
-        for name, members in sources.members.items():
-            weights = [_projections(layers[k])[0].weight for k in members]
-            value = F.linear(x_dict[name], torch.cat(weights)).view(-1, len(members), heads, channels)
-            values.append(value.flatten(0, 1))
-            att = torch.cat([layers[k].att_src for k in members])
-            by_source.append((value * att).sum(-1).flatten(0, 1))
-        for name, members in targets.members.items():
-            weight = torch.stack([_projections(layers[k])[1].weight for k in members]).view(
-                -1, channels, x_dict[name].size(1)
-            )
-            att = torch.cat([layers[k].att_dst.view(heads, channels, 1) for k in members])
-            by_target.append(F.linear(x_dict[name], (weight * att).sum(1)).view(-1, heads))
-        graph: Graph | None = unmeasured_graph(id(self), edges, sources.count, targets.count, False, False)
-        if graph is None:
-            graph = Graph.resolve(edges, sources.count, targets.count, False, False)
-        value = torch.cat(values)
-        out = add_attention(
-            graph,
-            value,
-            torch.cat(by_source),
-            torch.cat(by_target),
-            negative_slope=slope,
-            dropout_p=dropout,
-            concat=first.concat,
+    Returns:
+        Features of each type, from each group of relations; and the relations of these groups.
+    """
+    groups = _groups(convs, x_dict, edge_index_dict)
+    results = [
+        (_attention if kind is GATConv else _sums)(convs, group, options, x_dict, edge_index_dict)
+        for (kind, *options), group in groups.items()
+    ]
+    return results, {relation for group in groups.values() for relation in group}
+
+
+def _groups(convs: Convs, x_dict: Nodes, edge_index_dict: Edges) -> dict[Options, list[Relation]]:
+    """Return the relations that are computed together."""
+    if len(edge_index_dict) < _LEAST_RELATIONS:
+        return {}
+    if torch.compiler.is_compiling() or not is_eager() or current().deterministic:
+        return {}
+    if not all(isinstance(name, str) for name in x_dict):
+        # Features of relations go to their convs.
+        return {}
+    found = []
+    for relation in convs.keys():
+        edges, x, to = edge_index_dict.get(relation), x_dict.get(relation[0]), x_dict.get(relation[-1])
+        if type(edges) is not Tensor or not _is_plain_matrix(x) or not _is_plain_matrix(to) or lacks_kernels(x):  # type: ignore[arg-type]
+            continue
+        if edges.dim() == 2 and edges.dtype is torch.int64:
+            found.append((relation, edges, x, to))
+    if len(found) < _LEAST_RELATIONS or not _is_small(found):  # type: ignore[arg-type]
+        return {}
+    groups: dict[Options, list[Relation]] = {}
+    for relation, _, x, to in found:
+        options = _options(convs[relation], x, to)  # type: ignore[arg-type]
+        if options is not None:
+            groups.setdefault(options, []).append(relation)
+    return {options: group for options, group in groups.items() if len(group) >= _LEAST_RELATIONS}
+
+
+def _sums(
+    convs: Convs, group: Sequence[Relation], options: Sequence[Any], x_dict: Nodes, edge_index_dict: Edges
+) -> dict[str, Tensor]:
+    """Return what relations of sums or means give to each type."""
+    _, averages, width = options
+    sources = list(dict.fromkeys(relation[0] for relation in group))
+    firsts = dict(zip(sources, accumulate((x_dict[name].size(0) for name in sources), initial=0)))
+    targets = _Places([relation[-1] for relation in group], x_dict)
+    places = [(firsts[relation[0]], 1, *targets[k]) for k, relation in enumerate(group)]
+    (edges,) = _ends_of(_edges, group, places, x_dict, edge_index_dict)
+    row, col = edges
+    x = torch.cat([x_dict[name] for name in sources]) if len(sources) > 1 else x_dict[sources[0]]
+    # Sums and counts of 16 bits would end at a few hundred.
+    wide = torch.promote_types(x.dtype, torch.float32)
+    sums = x.new_zeros(targets.count, width, dtype=wide).index_add_(0, col, x.index_select(0, row).to(wide))
+    if averages:
+        one = x.new_ones(1, dtype=wide).expand(col.size(0))
+        edges_of = x.new_zeros(targets.count, dtype=wide).index_add_(0, col, one)
+        sums /= edges_of.clamp_(min=1).view(-1, 1)
+    sums = sums.to(x.dtype)
+    outs = {}
+    for name, rows in targets.split(sums).items():
+        layers = [_layers(convs[group[k]]) for k in targets.members[name]]
+        weight, inputs = torch.cat([neighbours.weight for neighbours, _ in layers], dim=1), rows.flatten(1)
+        bias = _total([layer.bias for both in layers for layer in both if layer is not None and layer.bias is not None])
+        root = _total([root.weight for _, root in layers if root is not None])
+        if root is not None:
+            # Side by side with the sums the features would be copied.
+            outs[name] = torch.addmm(F.linear(x_dict[name], root, bias), inputs, weight.t())
+        else:
+            outs[name] = F.linear(inputs, weight, bias)
+    return outs
+
+
+def _attention(
+    convs: Convs, group: Sequence[Relation], options: Sequence[Any], x_dict: Nodes, edge_index_dict: Edges
+) -> dict[str, Tensor]:
+    """Return what relations of attention give to each type: a relation's sources are rows of their own.
+
+    Of its targets those with edges are: most nodes of a sample have none.
+    """
+    layers = [convs[relation] for relation in group]
+    first, (heads, channels, _, slope, dropout, _) = layers[0], options
+    sources, targets = (_Places([relation[end] for relation in group], x_dict) for end in (0, -1))
+    nodes = [x_dict[name].size(0) for name in targets.members]
+    firsts = dict(zip(targets.members, accumulate(nodes, initial=0)))
+    places = [(*sources[k], *targets[k], firsts[relation[-1]], 1) for k, relation in enumerate(group)]
+    most = sum(min(x_dict[relation[-1]].size(0), edge_index_dict[relation].size(1)) for relation in group)
+    sizes = most, targets.count, sum(nodes)
+    edges, place, node = _ends_of(_compact_edges, group, places, x_dict, edge_index_dict, *sizes)
+    values, by_source, by_target = [], [], []
+    for name, members in sources.members.items():
+        weights = [_projections(layers[k])[0].weight for k in members]
+        value = F.linear(x_dict[name], torch.cat(weights)).view(-1, len(members), heads, channels)
+        values.append(value.flatten(0, 1))
+        att = torch.cat([layers[k].att_src for k in members])
+        by_source.append((value * att).sum(-1).flatten(0, 1))
+    for name, members in targets.members.items():
+        weight = torch.stack([_projections(layers[k])[1].weight for k in members]).view(
+            -1, channels, x_dict[name].size(1)
         )
-        out = settle(out, promoted_dtype(value.dtype, first.att_src.dtype, value.is_cuda), not first.concat)
-        outs = {}
-        for name, rows in targets.split(out).items():
-            bias = _total([layers[k].bias for k in targets.members[name] if layers[k].bias is not None])
-            outs[name] = rows.sum(1) if bias is None else rows.sum(1) + bias
-        return outs
+        att = torch.cat([layers[k].att_dst.view(heads, channels, 1) for k in members])
+        by_target.append(F.linear(x_dict[name], (weight * att).sum(1)).view(-1, heads))
+    graph: Graph | None = unmeasured_graph(id(first), edges, sources.count, most, False, False)
+    if graph is None:
+        graph = Graph.resolve(edges, sources.count, most, False, False)
+    value = torch.cat(values)
+    out = add_attention(
+        graph,
+        value,
+        torch.cat(by_source),
+        torch.cat(by_target).index_select(0, place),
+        negative_slope=slope,
+        dropout_p=dropout,
+        concat=first.concat,
+    )
+    out = settle(out, promoted_dtype(value.dtype, first.att_src.dtype, value.is_cuda), not first.concat)
+    total = out.new_zeros(sum(nodes), out.size(1)).index_add_(0, node, out)
+    outs = {}
+    for name, rows in zip(targets.members, total.split(nodes), strict=True):
+        bias = _total([layers[k].bias for k in targets.members[name] if layers[k].bias is not None])
+        outs[name] = rows if bias is None else rows + bias
+    return outs
 
 
 class _Places:
@@ -283,35 +307,76 @@ def _is_small(found: Sequence[tuple[Relation, Tensor, Tensor, Tensor]]) -> bool:
 
 
 def _ends_of(
-    group: Sequence[Relation], places: Sequence[tuple[int, ...]], x_dict: Nodes, edge_index_dict: Edges
-) -> Tensor:
-    """Return the edges of relations as one tensor; see :func:`_joined_edges`."""
+    compute: EdgeDerived,
+    group: Sequence[Relation],
+    places: Sequence[tuple[int, ...]],
+    x_dict: Nodes,
+    edge_index_dict: Edges,
+    *sizes: int,
+) -> Sequence[Tensor]:
+    """Return the edges of relations behind each other; see :func:`_joined` and :func:`_compacted`."""
     numbers = [
         (*place, x_dict[relation[0]].size(0), x_dict[relation[-1]].size(0)) for relation, place in zip(group, places)
     ]
-    (edges,) = _edges(*(edge_index_dict[relation] for relation in group), *chain(*numbers))
-    return edges
+    return compute(*(edge_index_dict[relation] for relation in group), *chain(*numbers), *sizes)
 
 
-def _joined_edges(*args: Any) -> Sequence[Tensor]:
-    """Return the edges of relations behind each other, as rows that each relation has at either end.
+def _placed(edges: Sequence[Tensor], numbers: Sequence[int]) -> tuple[Tensor, Tensor]:
+    """Return the ids of relations behind each other, [2, E], and the numbers of each edge's relation, [numbers, E].
 
-    An id out of range stays one: it must not be a row of another relation.
-
-    Args:
-        args: The edges of each relation, and for each the row of its first source, how many rows the next is away, the
-            same of targets, and the numbers of sources and of targets.
+    An id out of range becomes -1: it must not be a row of another relation.
     """
-    count = len(args) // 7
-    edges, numbers = args[:count], args[count:]
-    device, sizes = edges[0].device, [each.size(1) for each in edges]
-    table = torch.tensor([*(numbers[k::6] for k in range(6)), sizes], dtype=torch.int64)
+    device, sizes, width = edges[0].device, [each.size(1) for each in edges], len(numbers) // len(edges)
+    table = torch.tensor([*(numbers[k::width] for k in range(width)), sizes], dtype=torch.int64)
     # From pinned memory the host waits for no copy.
     table = table.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else table.to(device)
-    places, ids = table[:6].repeat_interleave(table[6], dim=1, output_size=sum(sizes)), torch.cat(edges, dim=1)
-    is_there = (ids >= 0) & (ids < places[4:])
-    return [torch.where(is_there, torch.addcmul(places[0:4:2], ids, places[1:4:2]), -1)]
+    of_edges = table[:-1].repeat_interleave(table[-1], dim=1, output_size=sum(sizes))
+    ids = torch.cat(list(edges), dim=1)
+    return torch.where((ids >= 0) & (ids < of_edges[-2:]), ids, -1), of_edges
 
 
-_edges = EdgeDerived(_joined_edges)
-"""Keeps what is made of edges that stay, for all layers of a model."""
+def _rows(ids: Tensor, first: Tensor, step: Tensor) -> Tensor:
+    """Return the rows of ids: of the first one, and steps from one to the next; -1 stays."""
+    return torch.where(ids < 0, -1, torch.addcmul(first, ids, step))
+
+
+def _joined(*args: Any) -> Sequence[Tensor]:
+    """Return the edges of relations behind each other, as rows that each relation has at either end.
+
+    Args:
+        args: The edges of each relation; then for each the row of its first source, how many rows the next is away, the
+            same of targets, and the numbers of sources and of targets.
+    """
+    edges = [arg for arg in args if isinstance(arg, Tensor)]
+    ids, numbers = _placed(edges, args[len(edges) :])
+    return [_rows(ids, numbers[0:4:2], numbers[1:4:2])]
+
+
+def _compacted(*args: Any) -> Sequence[Tensor]:
+    """Return the edges of relations with a row for each target of a relation that has edges.
+
+    Args:
+        args: As :func:`_joined`, with two rows and steps of targets, of a place for each relation and node, and of a
+            node; then the most rows there can be, and the numbers of places and of nodes.
+
+    Returns:
+        The edges [2, E], and the place and the node of each row.
+    """
+    edges, (most, num_places, num_nodes) = [arg for arg in args if isinstance(arg, Tensor)], args[-3:]
+    ids, numbers = _placed(edges, args[len(edges) : -3])
+    source, (place, node) = _rows(ids[0], numbers[0], numbers[1]), _rows(ids[1], numbers[2:6:2], numbers[3:6:2])
+    is_bad = place < 0
+    # A bad edge writes behind the last place, and behind the last row.
+    slot = torch.where(is_bad, num_places, place)
+    rank = slot.new_zeros(num_places + 1).index_fill_(0, slot, 1).cumsum(0) - 1
+    row = torch.where(is_bad, most, rank[slot])
+    # Rows that are left over add zeros to nodes, to each as few as possible.
+    node_of = (
+        torch.arange(most + 1, device=row.device).remainder_(max(num_nodes, 1)).scatter_(0, row, node.clamp(min=0))
+    )
+    place_of = row.new_zeros(most + 1).scatter_(0, row, place.clamp(min=0))
+    return [torch.stack([source, torch.where(is_bad, -1, row)]), place_of[:-1], node_of[:-1]]
+
+
+_edges, _compact_edges = EdgeDerived(_joined), EdgeDerived(_compacted)
+"""They keep what is made of edges that stay, for all layers of a model."""
