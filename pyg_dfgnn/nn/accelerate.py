@@ -8,11 +8,13 @@ from typing import Any, TypeVar
 
 import torch
 from torch._dynamo.eval_frame import OptimizedModule
+from torch.fx import GraphModule
 from torch.nn.utils.parametrize import is_parametrized
 from torch_geometric.nn import MessagePassing
 from torch_geometric.nn.to_hetero_module import ToHeteroLinear
 
 from pyg_dfgnn.fallback import say
+from pyg_dfgnn.nn.conv.to_hetero import join_relations, split_relations
 from pyg_dfgnn.nn.drop_ins import (
     CONTAINERS,
     MARK,
@@ -97,6 +99,7 @@ def accelerate(model: Model, *, only: Choice = None, skip: Choice = None) -> Mod
     joined = [module for module in chosen if type(module) in CONTAINERS]
     for module in joined:
         module.__class__ = CONTAINERS[type(module)]
+    hetero = sum(join_relations(module) for module in chosen if isinstance(module, GraphModule))
     compiled = [m for m in chosen if isinstance(m, MessagePassing) and m not in inside]
     new_compiled = [module for module in compiled if MARK not in module.__dict__]
     for module in new_compiled:
@@ -104,7 +107,7 @@ def accelerate(model: Model, *, only: Choice = None, skip: Choice = None) -> Mod
     if current().fallback != "silent":
         rows, new_drop_ins, marked = list(_rows(inner)), set(swapped), set(new_compiled)
         kinds = [row.kind for module, row in rows if module in new_drop_ins]
-        new = _counted([*kinds, *(type(module).__name__ for module in joined)])
+        new = _counted([*kinds, *(type(module).__name__ for module in joined), *(["to_hetero layer"] * hetero)])
         left = _counted(row.kind for _, row in rows if row.state == "left")
         kinds = [row.kind for module, row in rows if module in marked and row.compiled]
         compiling = f"compiled: {_counted(kinds)}; " if kinds else ""
@@ -155,7 +158,9 @@ def restore(model: Model) -> Model:
     Raises:
         TypeError: `model` is not a module.
     """
-    for module in _checked(model).modules():
+    for module in list(_checked(model).modules()):
+        if isinstance(module, GraphModule):
+            split_relations(module)
         module.__dict__.pop(MARK, None)
         _left_out.drop(module)
         if is_parametrized(module):

@@ -79,7 +79,7 @@ def twins(name, aggr="sum"):
 
 @pytest.fixture(autouse=True)
 def few_relations(monkeypatch):
-    monkeypatch.setattr(hetero_conv, "_LEAST_RELATIONS", 2)
+    monkeypatch.setattr(hetero_conv, "LEAST_RELATIONS", 2)
 
 
 @pytest.mark.parametrize("name", CONVS)

@@ -33,7 +33,7 @@ from pyg_dfgnn.ops.graph import unmeasured_graph
 from pyg_dfgnn.ops.visits import MEASURED_NUMBERS
 from pyg_dfgnn.settings import current
 
-_LEAST_RELATIONS = 5
+LEAST_RELATIONS = 5
 """Relations from which one gather costs the host less: on a CPU five took .97 of the time one by one, twelve .73."""
 _MOST_NUMBERS = 1 << 24
 """Numbers of all sources from which a copy of them takes longer than what the host saves."""
@@ -92,7 +92,7 @@ def together(convs: Convs, x_dict: Nodes, edge_index_dict: Edges) -> tuple[list[
 
 def _groups(convs: Convs, x_dict: Nodes, edge_index_dict: Edges) -> dict[Options, list[Relation]]:
     """Return the relations that are computed together."""
-    if len(edge_index_dict) < _LEAST_RELATIONS:
+    if len(edge_index_dict) < LEAST_RELATIONS:
         return {}
     if torch.compiler.is_compiling() or not is_eager() or current().deterministic:
         return {}
@@ -106,14 +106,14 @@ def _groups(convs: Convs, x_dict: Nodes, edge_index_dict: Edges) -> dict[Options
             continue
         if edges.dim() == 2 and edges.dtype is torch.int64:
             found.append((relation, edges, x, to))
-    if len(found) < _LEAST_RELATIONS or not _is_small(found):  # type: ignore[arg-type]
+    if len(found) < LEAST_RELATIONS or not _is_small(found):  # type: ignore[arg-type]
         return {}
     groups: dict[Options, list[Relation]] = {}
     for relation, _, x, to in found:
         options = _options(convs[relation], x, to)  # type: ignore[arg-type]
         if options is not None:
             groups.setdefault(options, []).append(relation)
-    return {options: group for options, group in groups.items() if len(group) >= _LEAST_RELATIONS}
+    return {options: group for options, group in groups.items() if len(group) >= LEAST_RELATIONS}
 
 
 def _sums(
