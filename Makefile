@@ -46,7 +46,7 @@ types: $(TEST_ENV)
 	$(PYTHON) -m mypy
 
 bench: $(RUN_ENV)
-	$(PYTHON) -m pyg_dfgnn.bench $(ARGS)
+	$(PYTHON) -m benchmarks $(ARGS)
 
 clean:
 	rm -rf .venv build dist outputs multirun *.egg-info .mypy_cache .pytest_cache .ruff_cache

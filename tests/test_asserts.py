@@ -9,7 +9,7 @@ import pytest
 
 from tests.test_layering import PACKAGE, ROOT, parsed, relative
 
-SOURCES = [*PACKAGE.rglob("*.py"), *(ROOT / "tools").glob("*.py"), ROOT / "train.py"]
+SOURCES = [*PACKAGE.rglob("*.py"), *(ROOT / "benchmarks").rglob("*.py"), ROOT / "train.py"]
 _OPTIONS = ("functions_and_their_options", "options_of_an_embedding")
 PART = ("tests/test_errors.py", *(f"tests/nn/test_message_traps.py::test_{name}" for name in _OPTIONS))
 """Tests of what is refused."""

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 import pyg_dfgnn
+from benchmarks import CONFIGS
 from pyg_dfgnn.paths import configs_dir, kernels_dir
 from pyg_dfgnn.statements.scores import SCORES
 
@@ -34,31 +35,17 @@ ALLOWED = {
     "distributed": {"ops", "graph"},
     "transforms": {"graph"},
     "training": {"capture", "transforms", "distributed", "models", "datasets", "nn", "ops", "graph"},
-    "bench": {
-        "frontend",
-        "training",
-        "transforms",
-        "capture",
-        "models",
-        "datasets",
-        "nn",
-        "ops",
-        "dispatch",
-        "ir",
-        "reference",
-        "runtime",
-        "graph",
-    },
 }
+ALLOWED["benchmarks"] = set(ALLOWED) - {"__main__"}
 
 # Files that serve any family, so their imports name no attention.
 CORES = (
-    "dispatch/core*.py",
-    "dispatch/store.py",
-    *(f"ops/{name}.py" for name in ("compile", "core", "eager", "function", "prepared", "tuning")),
-    "nn/gate.py",
-    "runtime/*.py",
-    "bench/*.py",
+    "pyg_dfgnn/dispatch/core*.py",
+    "pyg_dfgnn/dispatch/store.py",
+    *(f"pyg_dfgnn/ops/{name}.py" for name in ("compile", "core", "eager", "function", "prepared", "tuning")),
+    "pyg_dfgnn/nn/gate.py",
+    "pyg_dfgnn/runtime/*.py",
+    *(f"benchmarks/{name}.py" for name in ("case", "check", "experiment", "graphs", "prepare", "run", "tables")),
 )
 
 
@@ -72,7 +59,7 @@ def relative(path: Path) -> str:
 
 
 def name_of(path: Path) -> str:
-    """The dotted name of a module of the package."""
+    """The dotted name of a module."""
     return ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
 
 
@@ -81,7 +68,8 @@ def package_of(path: Path) -> str:
     return ".".join(path.relative_to(ROOT).parent.parts)
 
 
-SOURCES = sorted(PACKAGE.rglob("*.py"))
+BENCHMARKS = CONFIGS.parent
+SOURCES = sorted([*PACKAGE.rglob("*.py"), *BENCHMARKS.rglob("*.py")])
 MODULES = {name_of(path): path for path in SOURCES}
 
 
@@ -108,7 +96,7 @@ def upward(tree: ast.AST, room: str, package: str) -> list[str]:
         parts = module.split(".")
         if parts[0] == "cupy" or parts[0].startswith("cupy_"):
             refused += [] if room == "runtime" else [module]
-        elif parts[0] in {"tests", "train"}:
+        elif parts[0] in {"tests", "train"} or (parts[0] == "benchmarks" and room != "benchmarks"):
             refused.append(module)
         elif parts[0] == "pyg_dfgnn" and len(parts) > 1 and not parts[1].startswith("_") and parts[1] not in allowed:
             refused.append(module)
@@ -157,11 +145,12 @@ def is_of_score(path: Path) -> bool:
 def test_arrows_point_down():
     offenders = []
     for path in SOURCES:
-        parts = path.relative_to(PACKAGE).with_suffix("").parts
-        if parts == ("__init__",):
+        root, *inside = path.relative_to(ROOT).with_suffix("").parts
+        room = root if root == "benchmarks" else inside[0]
+        if room == "__init__":
             continue
-        assert parts[0] in ALLOWED or parts[0] in LEAVES, f"'{parts[0]}' is no room whose arrows are written down"
-        offenders += [f"{relative(path)} imports {m}" for m in upward(parsed(path), parts[0], package_of(path))]
+        assert room in ALLOWED or room in LEAVES, f"'{room}' is no room whose arrows are written down"
+        offenders += [f"{relative(path)} imports {m}" for m in upward(parsed(path), room, package_of(path))]
     assert offenders == []
 
 
@@ -171,8 +160,8 @@ def test_arrows_point_down():
         ("from pyg_dfgnn.nn import GATConv", "graph", "pyg_dfgnn.graph"),
         ("from pyg_dfgnn import ops", "dispatch", "pyg_dfgnn.dispatch"),
         ("def f():\n    from ..runtime import launch", "nn", "pyg_dfgnn.nn"),
-        ("import pyg_dfgnn.bench.timing", "training", "pyg_dfgnn.training"),
-        ("from tests.emu import Kernel", "bench", "pyg_dfgnn.bench"),
+        ("import benchmarks.timing", "training", "pyg_dfgnn.training"),
+        ("from tests.emu import Kernel", "benchmarks", "benchmarks"),
         ("import cupy", "ops", "pyg_dfgnn.ops"),
         ("from pyg_dfgnn.graph import Graph", "errors", "pyg_dfgnn"),
     ],
@@ -183,7 +172,7 @@ def test_upward_arrow_is_seen(line, room, package):
 
 @pytest.mark.parametrize("room", [*ALLOWED, "statements"])
 def test_no_circle_inside_a_room(room):
-    prefix = f"pyg_dfgnn.{room}"
+    prefix = room if room == "benchmarks" else f"pyg_dfgnn.{room}"
     inside = {name: path for name, path in MODULES.items() if name == prefix or name.startswith(f"{prefix}.")}
     imports = {
         name: {module for module in modules_imported(parsed(path), package_of(path)) if module in inside}
@@ -203,17 +192,16 @@ def test_no_core_imports_attention():
     found = {
         relative(path)
         for pattern in CORES
-        for path in PACKAGE.glob(pattern)
+        for path in ROOT.glob(pattern)
         if any("attention" in module.split(".") for module in modules_imported(parsed(path), package_of(path)))
     }
     assert sorted(found) == []
 
 
-def test_only_the_configs_of_the_bench_name_it():
+def test_no_config_of_the_package_names_the_benchmarks():
     """A config imports what it names, as code does."""
-    own = {configs_dir() / "table2.yaml", *(configs_dir() / "bench").rglob("*.yaml")}
-    others = set(configs_dir().rglob("*.yaml")) - own
-    assert others and not [path for path in others if "pyg_dfgnn.bench" in path.read_text()]
+    files = [*configs_dir().rglob("*.yaml")]
+    assert files and not [path for path in files if re.search(r"\bbenchmarks\b", path.read_text())]
 
 
 def test_only_its_own_files_compare_a_score():
@@ -247,7 +235,7 @@ def test_comparison_with_a_score_is_seen_in_cuda():
 
 
 def test_files_are_short():
-    folders = (PACKAGE, kernels_dir(), configs_dir(), ROOT / "tests")
+    folders = (PACKAGE, BENCHMARKS, kernels_dir(), ROOT / "tests")
     files = {path for folder in folders for path in folder.rglob("*") if path.suffix in (".py", ".cu", ".cuh", ".h")}
     found = {relative(path) for path in files if len(path.read_text().splitlines()) > MAX_LINES}
     assert sorted(found) == []

@@ -9,6 +9,8 @@ from hydra._internal.config_loader_impl import ConfigLoaderImpl
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.override_parser.overrides_parser import OverridesParser
 
+from pyg_dfgnn.paths import configs_dir
+
 
 def composed(folder, name, *overrides):
     """Return what `compose` gives, in a tenth of its time where the same files were chosen before.
@@ -23,7 +25,7 @@ def composed(folder, name, *overrides):
     is_value = [
         not override.is_sweep_override()
         and not override.key_or_group.startswith("hydra.")
-        and not Path(folder, override.key_or_group.partition("@")[0]).is_dir()
+        and not any(Path(place, override.key_or_group.partition("@")[0]).is_dir() for place in (folder, configs_dir()))
         for override in parsed
     ]
     chosen = tuple(override.input_line for override, value in zip(parsed, is_value, strict=True) if not value)

@@ -7,12 +7,12 @@ import torch
 from hydra.utils import instantiate
 from torch_geometric.data import Data
 
+from benchmarks import published_sizes
+from benchmarks.published_sizes import DATA, TABLE_1, Entry, Size, describe, deviations, load, size_of
 from pyg_dfgnn.datasets import Task
 from pyg_dfgnn.paths import configs_dir
 from tests.configs.train import train_config
 from tests.datasets.real import SEARCH
-from tools import published_sizes
-from tools.published_sizes import DATA, TABLE_1, Entry, Size, describe, deviations, load, size_of
 
 CONFIGS = sorted(path.stem for path in (configs_dir() / "data").glob("*.yaml"))
 SMALL = [name for name in CONFIGS if name.endswith("_small")]

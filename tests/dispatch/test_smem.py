@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from pyg_dfgnn.bench.graphs import benchmark_graph
+from benchmarks.graphs import benchmark_graph
 from pyg_dfgnn.dispatch import gpu
 from pyg_dfgnn.dispatch.attention import row_split as rows
 from pyg_dfgnn.dispatch.attention import smem as resident

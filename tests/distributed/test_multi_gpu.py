@@ -4,7 +4,7 @@ import csv
 
 import pytest
 
-from tools import multi_gpu
+from benchmarks import multi_gpu
 
 
 def check(path):

@@ -11,7 +11,7 @@ from torch.func import functional_call, grad, vmap
 from torch_geometric.nn import GATConv, SAGEConv
 from torch_geometric.utils import add_self_loops, degree
 
-from pyg_dfgnn.bench.cases.messages import GatedGCN, Temperature
+from benchmarks.cases.messages import GatedGCN, Temperature
 from pyg_dfgnn.frontend.derived import EdgeDerived
 from pyg_dfgnn.nn.drop_ins import MARK
 from tests.frontend.layers import Sum

@@ -5,7 +5,7 @@ import copy
 import pytest
 import torch
 
-from pyg_dfgnn.bench.cases.messages import MessageCase
+from benchmarks.cases.messages import MessageCase
 from pyg_dfgnn.ops.relational.backend import KERNELS, running
 from tests.frontend.marks import compile_layer
 from tests.kernels.emulated import emulated_device

@@ -5,7 +5,7 @@ import copy
 import pytest
 import torch
 
-from pyg_dfgnn.bench.cases.messages import GatedGCN, MessageCase
+from benchmarks.cases.messages import GatedGCN, MessageCase
 from pyg_dfgnn.ops.relational.backend import KERNELS, running
 from tests.kernels.emulated import emulated_device
 

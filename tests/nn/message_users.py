@@ -9,7 +9,7 @@ from torch_geometric.nn import MessagePassing
 from torch_geometric.nn.aggr import PowerMeanAggregation, SoftmaxAggregation
 from torch_geometric.utils import degree, scatter, softmax
 
-from pyg_dfgnn.bench.cases.messages import Temperature
+from benchmarks.cases.messages import Temperature
 
 FEATURES, WIDTH, EDGE = 6, 4, 3
 

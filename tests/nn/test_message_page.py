@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from pyg_dfgnn.settings import local_settings
-from tools import message_coverage
+from tests.nn import message_coverage
 
 PAGE = (Path(__file__).parents[2] / "docs" / "message_passing.md").read_text()
 BLOCKS = re.findall(r"```python\n(.*?)```\n\n```\n(.*?)```", PAGE, flags=re.DOTALL)

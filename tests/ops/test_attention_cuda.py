@@ -1,6 +1,6 @@
 """The operators on a GPU: against float64, torch.compile, autocast, capture, streams, devices, wrong arguments.
 
-The large grid of shapes and graphs is `python -m pyg_dfgnn.bench.check`.
+The large grid of shapes and graphs is `python -m benchmarks.check`.
 """
 
 from itertools import product
@@ -400,10 +400,10 @@ def test_a_cached_call_never_waits_for_the_device(score, full):
 
 @pytest.mark.slow
 def test_host_time_of_a_launch():
-    from pyg_dfgnn.bench.cases.attention.case import AttentionCase
-    from pyg_dfgnn.bench.graphs import benchmark_graph
-    from pyg_dfgnn.bench.timing import Timer
-    from tools.overhead import measure
+    from benchmarks.cases.attention.case import AttentionCase
+    from benchmarks.graphs import benchmark_graph
+    from benchmarks.overhead import measure
+    from benchmarks.timing import Timer
 
     graph = benchmark_graph("b", DEVICE, small=True)
     rows = measure(AttentionCase("dot", 8, 16), graph, Timer(DEVICE))

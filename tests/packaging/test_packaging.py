@@ -90,7 +90,7 @@ extras = "hydra omegaconf matplotlib PIL scipy skimage cupy torch_sparse torch_s
 sys.modules.update(dict.fromkeys(extras.split()))
 import pyg_dfgnn
 for module in pkgutil.walk_packages(pyg_dfgnn.__path__, "pyg_dfgnn."):
-    if not module.name.startswith(("pyg_dfgnn.bench", "pyg_dfgnn.training")) and not module.name.endswith("__main__"):
+    if not module.name.startswith("pyg_dfgnn.training") and not module.name.endswith("__main__"):
         importlib.import_module(module.name)
 try:
     import pyg_dfgnn.training
@@ -100,6 +100,6 @@ except ModuleNotFoundError as error:
 
 
 def test_the_library_needs_no_extra():
-    """All but training and the bench can be imported without the packages of any extra; training names its own."""
+    """All but training can be imported without the packages of any extra; training names its own."""
     done = subprocess.run([sys.executable, "-c", BLOCKED], cwd=ROOT, capture_output=True, text=True, check=True)
     assert "hydra" in done.stdout and ".[train]" in done.stdout

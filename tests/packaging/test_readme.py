@@ -8,12 +8,12 @@ from pathlib import Path
 import pytest
 import torch
 
+from benchmarks import published
 from pyg_dfgnn.nn import DROP_INS, GATConv
 from pyg_dfgnn.paths import configs_dir
 from pyg_dfgnn.settings import FALLBACKS, SCHEDULES
 from pyg_dfgnn.statements import score
 from tests.configs.train import train_config
-from tools import published
 
 ROOT = Path(__file__).parents[2]
 DOCUMENTS = {str(path.relative_to(ROOT)): path.read_text() for path in published.documents()}
@@ -127,7 +127,10 @@ EXTRAS = dict(
     re.findall(r"^(\w+) = (\[.*\])$", (ROOT / "pyproject.toml").read_text().partition("[tool")[0], re.MULTILINE)
 )
 SOURCES = [
-    path for folder in ("pyg_dfgnn", "configs", ".ci") for path in (ROOT / folder).rglob("*.*") if path.is_file()
+    path
+    for folder in ("pyg_dfgnn", "benchmarks", "configs", ".ci")
+    for path in (ROOT / folder).rglob("*.*")
+    if path.is_file()
 ]
 
 
@@ -178,13 +181,13 @@ def test_links_lead_somewhere(name):
     text = path.read_text()
     for target in re.findall(r"\]\(([^)#]+)", text):
         assert target.startswith("https://") or (path.parent / target).exists(), target
-    for file in re.findall(r"`((?:pyg_dfgnn|kernels|tests|tools|configs|examples|docs)/[\w./]+)`", text):
+    for file in re.findall(r"`((?:pyg_dfgnn|kernels|tests|benchmarks|configs|examples|docs)/[\w./]+)`", text):
         assert (ROOT / file).exists(), file
 
 
 @pytest.mark.parametrize("name", DOCUMENTS)
 def test_numbers_are_those_of_the_results(name):
-    """`python tools/published.py` writes them anew."""
+    """`python -m benchmarks.published` writes them anew."""
     assert published.renewed(DOCUMENTS[name]) == DOCUMENTS[name]
 
 

@@ -6,9 +6,9 @@ import shutil
 
 import pytest
 
+from benchmarks import accuracy
 from pyg_dfgnn.paths import configs_dir
 from pyg_dfgnn.training import sweep
-from tools import accuracy
 
 RESULTS = configs_dir().parent / "results" / "accuracy"
 PUBLISHED = RESULTS / "published.csv"

@@ -21,7 +21,7 @@ SCRIPT = Path(__file__).parents[2] / "train.py"
 COMMANDS = {
     "train.py": [str(SCRIPT)],
     "training": ["-m", "pyg_dfgnn.training"],
-    "bench": ["-m", "pyg_dfgnn.bench"],
+    "benchmarks": ["-m", "benchmarks"],
     "sweep": ["-m", "pyg_dfgnn.training.sweep"],
 }
 # OpenMP reads how threads wait while torch is loaded; this prints it when torch is looked for, and ends the command.
@@ -75,7 +75,7 @@ def test_sweep_from_another_folder(tmp_path, capsys):
         assert [float(row["test_loss"]) for row in csv.DictReader(stream)] == [row["test_loss"] for row in rows]
 
 
-@pytest.mark.parametrize("name", ["train.py", "training", "bench"])
+@pytest.mark.parametrize("name", ["train.py", "training", "benchmarks"])
 def test_threads_sleep_while_they_wait(tmp_path, name):
     (tmp_path / "sitecustomize.py").write_text(WATCH)
     done = start(name, [], tmp_path)

@@ -1,0 +1,122 @@
+"""Keep the accuracies of sweeps: `python -m benchmarks.accuracy results/accuracy [multirun/a multirun/b]`.
+
+The folder holds one row per run (`runs.csv`) and the curves of the runs (`curves.csv`), so that results of several
+machines come together. The command adds the runs of the sweeps to both files and writes a table beside published
+results (`table.md`, from `published.csv`) and a figure (`curves.png`) from them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from benchmarks.plots import save_figure
+from pyg_dfgnn.training.report import write_rows
+from pyg_dfgnn.training.sweep import (
+    Curves,
+    Groups,
+    Row,
+    by_seed,
+    collect,
+    figure,
+    markdown,
+    read_curves,
+    setting,
+    table,
+)
+
+PUBLISHED_KEY = ("experiment", "task", "model", "metric")
+"""Columns in which a run agrees with the published result that it is compared with."""
+PUBLISHED_FIELDS = (*PUBLISHED_KEY, "mean", "std", "source")
+CURVE_FIELDS = ("run", "epoch", "val_accuracy")
+_NUMBERS: dict[str, Callable[[str], Any]] = {"seed": int, "test_accuracy": float, "epochs": int, "train_time_s": float}
+_ROW_FIELDS = ("run", "overrides", "task", "model", "metric", "convs", "device", *_NUMBERS)
+
+Published = Mapping[tuple[str, ...], Mapping[str, str]]
+
+
+def add(folder: Path, rows: list[Row], curves: Curves) -> tuple[list[Row], Curves]:
+    """Return the earlier results of a folder, in which new runs replace those of the same setting and seed.
+
+    Args:
+        folder: Holds `runs.csv` and `curves.csv`; either may be missing.
+        rows: Rows of the new runs.
+        curves: Curves of the new runs.
+
+    Raises:
+        FileNotFoundError: There are neither new runs nor earlier ones.
+        ValueError: A file lacks a column, or a new run is named as an earlier one of another setting or seed.
+    """
+    runs_file, curves_file = folder / "runs.csv", folder / "curves.csv"
+    earlier: list[Row] = _records(runs_file, _ROW_FIELDS, more=True) if runs_file.exists() else []
+    if not rows and not earlier:
+        raise FileNotFoundError(f"'results' needs a folder with runs.csv where no sweeps are given (got {folder})")
+    for row in earlier:
+        row.update({name: kind(row[name]) for name, kind in _NUMBERS.items()})
+    new = {(setting(row), row["seed"]) for row in rows}
+    earlier = [row for row in earlier if (setting(row), row["seed"]) not in new]
+    # A curve is found by the name of its run.
+    names = {row["run"] for row in earlier}
+    if twice := sorted({row["run"] for row in rows} & names):
+        raise ValueError(f"'sweeps' need other names than earlier runs of other settings or seeds (got {twice})")
+    kept: Curves = {}
+    for point in _records(curves_file, CURVE_FIELDS) if curves_file.exists() else []:
+        if point["run"] in names:
+            kept.setdefault(point["run"], {})[int(point["epoch"])] = float(point["val_accuracy"])
+    return [*earlier, *rows], {**kept, **curves}
+
+
+def _records(path: Path, fields: Sequence[str], more: bool = False) -> list[dict[str, Any]]:
+    """Read the rows of a CSV with exactly these columns, or with `more` of them."""
+    with open(path, newline="") as stream:
+        reader = csv.DictReader(stream)
+        columns = tuple(reader.fieldnames or ())
+        if not (set(fields) <= set(columns) if more else columns == tuple(fields)):
+            raise ValueError(f"'{path.name}' needs the columns {', '.join(fields)} (got {reader.fieldnames})")
+        return list(reader)
+
+
+def read_published(path: Path) -> Published:
+    """Read published results in percent by `PUBLISHED_KEY`, from a CSV with the columns `PUBLISHED_FIELDS`.
+
+    Raises:
+        ValueError: The file has other columns.
+    """
+    return {tuple(row[name] for name in PUBLISHED_KEY): row for row in _records(path, PUBLISHED_FIELDS)}
+
+
+def beside_published(groups: Groups, published: Published) -> str:
+    """Return the table of the settings, each with its published result and the source of that."""
+    rows = []
+    for row in table(groups):
+        known = published.get(tuple(row[name] for name in PUBLISHED_KEY))
+        synthetic = row.pop("made up")
+        result = f"{known['mean']} +- {known['std']}" if known else "-"
+        rows.append({**row, "published, %": result, "source": known["source"] if known else "-", "made up": synthetic})
+    return markdown(rows)
+
+
+def main(words: Sequence[str] | None = None) -> None:
+    """Add the runs of sweeps to a folder, and write its table and figure."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("results", type=Path, help="folder with runs.csv, curves.csv and published.csv")
+    parser.add_argument("sweeps", nargs="*", help="run folders of sweeps")
+    chosen = parser.parse_args(words)
+    folder, new = chosen.results, collect(*chosen.sweeps)
+    rows, curves = add(folder, new, read_curves(new))
+    groups, published = by_seed(rows), folder / "published.csv"
+    write_rows(folder / "runs.csv", dict.fromkeys(name for row in rows for name in row), rows)
+    points = ((run, *point) for run, curve in curves.items() for point in curve.items())
+    write_rows(folder / "curves.csv", CURVE_FIELDS, (dict(zip(CURVE_FIELDS, point)) for point in points))
+    (folder / "table.md").write_text(beside_published(groups, read_published(published) if published.exists() else {}))
+    # Earlier results may have no curves.
+    if curves:
+        save_figure(figure(groups, curves), folder / "curves.png")
+    print(f"{len(groups)} settings of {len(rows)} runs: {folder / 'table.md'}")
+
+
+if __name__ == "__main__":
+    main()

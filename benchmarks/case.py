@@ -1,0 +1,269 @@
+"""Cases of the benchmarks as data: an operation of one size, its inputs, and the implementations that compute it.
+
+A family of operations is a module or folder below ``benchmarks/cases``. The other modules know a family through
+the classes of this module alone, so a new family is measured, checked and drawn without a change to them.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from math import prod
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from benchmarks.graphs import compressed
+from pyg_dfgnn.graph import Graph
+from pyg_dfgnn.reference.oracle import Errors, Inputs, compare, float64_reference
+from pyg_dfgnn.reference.tolerances import BACKWARD, tolerance
+from pyg_dfgnn.reference.zoo import EdgeList
+
+Forward = Callable[[], Tensor]
+Call = Callable[[Inputs], Tensor]
+
+DTYPES = {
+    "float32": torch.float32,
+    "tf32": torch.float32,
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+}
+"""Name -> storage type; ``tf32`` is float32 whose products may be rounded to TF32."""
+
+MEMORY_FRACTION = 0.9
+"""Fraction of the device's memory that an implementation may be predicted to need; beyond it, it is not tried."""
+
+
+INDEX_BYTES = 4
+
+
+class Case(ABC):
+    """One operation of one size; ``str`` gives a readable id.
+
+    Attributes:
+        op: Name of the operation, unique over all families.
+        size: Its size, as a config and the result files write it, such as ``1x128``.
+        layer: Name of the layer in tables and figures.
+        width: Number of elements of the output per target.
+        family: Name of the family in the table of tolerances.
+        target_rows_of: Inputs of ``plain`` that are the targets' rows of another input where no such input is given.
+    """
+
+    op: str
+    size: str
+    layer: str
+    width: int
+    family: str
+    target_rows_of: Mapping[str, str]
+
+    @abstractmethod
+    def roles(self, graph: EdgeList) -> dict[str, str]:
+        """Name -> role of every differentiable input: what its first axis is, "src", "dst", "edge" or "param"."""
+
+    @abstractmethod
+    def shape(self, name: str, graph: EdgeList) -> tuple[int, ...]:
+        """Shape of an input on a graph."""
+
+    @abstractmethod
+    def make_inputs(self, graph: EdgeList) -> Inputs:
+        """Seeded float32 inputs on the graph's device."""
+
+    def make_grad_out(self, graph: EdgeList, inputs: Inputs) -> Tensor:
+        """A seeded float32 gradient of the output."""
+        generator = torch.Generator(device=graph.device).manual_seed(1)
+        return torch.randn(graph.num_dst, self.width, generator=generator, device=graph.device)
+
+    @abstractmethod
+    def fused(self, graph: Graph, inputs: Inputs) -> Tensor:
+        """The output of this package's operation."""
+
+    @abstractmethod
+    def plain(self, edge_index: Tensor, num_dst: int, inputs: Inputs, keep: Tensor | None) -> Tensor:
+        """The output of the reference in plain torch; ``keep`` holds the dropout factor of each edge, if any."""
+
+    def keep(self, graph: EdgeList) -> Tensor | None:
+        """The dropout factors that the operation draws next, in the order of the edges; None without dropout."""
+        return None
+
+    def plan(self, dtype: str, graph: EdgeList) -> dict[str, tuple[str, str]]:
+        """Pass -> schedule that runs it and a description of how; {} where no schedule is chosen."""
+        return {}
+
+    @abstractmethod
+    def unsupported_reasons(self, dtype: str, device: torch.device) -> list[str]:
+        """Why no kernel computes this case, [] where one does."""
+
+    def compulsory_bytes(self, graph: EdgeList, direction: str, itemsize: int) -> float:
+        """Bytes of inputs, output and their gradients, and of two indices per edge and pass, each touched once.
+
+        Args:
+            graph: The edges.
+            direction: "fwd", "bwd" or "fwd+bwd".
+            itemsize: Bytes of a number.
+        """
+        inputs = sum(prod(self.shape(name, graph)) for name in self.roles(graph))
+        output, indices = graph.num_dst * self.width, 2 * graph.num_edges + graph.num_dst
+        elements = {"fwd": inputs + output, "bwd": 2 * inputs + output, "fwd+bwd": 3 * inputs + 2 * output}[direction]
+        return float(itemsize * elements + (2 if direction == "fwd+bwd" else 1) * INDEX_BYTES * indices)
+
+    def bound(self, dtype: str) -> float:
+        """The relative error that is allowed in the dtype of that name."""
+        return tolerance(dtype, BACKWARD, self.family).relative
+
+    def reference(
+        self, graph: EdgeList, inputs: Inputs, grad_out: Tensor, keep: Tensor | None = None
+    ) -> dict[str, Tensor]:
+        """Output and every gradient in float64."""
+        roles = self.roles(graph)
+        rows = {name: of for name, of in self.target_rows_of.items() if name not in roles}
+        return float64_reference(self.plain, roles, graph, inputs, grad_out, keep, target_rows_of=rows)
+
+    def errors(
+        self, graph: EdgeList, actual: dict[str, Tensor], expected: dict[str, Tensor], grad_out: Tensor
+    ) -> Errors:
+        """The errors of a result against its float64 reference."""
+        return compare(self.roles(graph), graph, actual, expected, grad_out)
+
+    def unbounded_reasons(self, dtype: str, device: torch.device) -> list[str]:
+        """Why no error bound holds for a dtype on a device, [] where one does.
+
+        The bounds are those of the kernels, whose sums are float32. The reference, which runs without them, rounds each
+        term and each sum to 16 bits.
+        """
+        reasons = self.unsupported_reasons(dtype, device)
+        if reasons and DTYPES[dtype].itemsize == 2:
+            return ["the reference rounds every step to 16 bits, no bound holds for it", *reasons]
+        return []
+
+
+class Implementation:
+    """One way to compute the cases of a family.
+
+    Attributes:
+        name: Name in configs and result files.
+        title: Name in tables and figures.
+        dtypes: Names of the dtypes that it can be timed in.
+        error_bound: Relative error above which its time is no result, if wider than the bound of the dtype.
+        is_ours: Whether it runs on kernels of this package, so that rows of other sources do not count.
+    """
+
+    name: ClassVar[str]
+    title: ClassVar[str]
+    dtypes: ClassVar[tuple[str, ...]] = ("float32",)
+    error_bound: ClassVar[float] = 2e-3
+    is_ours: ClassVar[bool] = False
+
+    def predicted_bytes(self, case: Case, num_edges: int, training: bool) -> float:
+        """Memory of the tensors that grow with the edges."""
+        return 0.0
+
+    def reasons(self, case: Case, graph: EdgeList, training: bool, memory_bytes: float) -> list[str]:
+        """Why it is not run here, [] when it is."""
+        needed = self.predicted_bytes(case, graph.num_edges, training)
+        return [f"needs {needed / 1e9:.0f} GB"] if needed > MEMORY_FRACTION * memory_bytes else []
+
+    def call(self, case: Case, graph: EdgeList, inputs: Inputs) -> Call:
+        """The output as a function of inputs like these; work that is done once per graph is done here."""
+        raise NotImplementedError
+
+    def prepare(self, case: Case, graph: EdgeList, inputs: Inputs) -> Forward:
+        """A forward call on ``inputs``."""
+        return partial(self.call(case, graph, inputs), inputs)
+
+
+class TorchCompiled(Implementation):
+    """``torch.compile`` of the call of the class that stands beside it as a base, PyG's."""
+
+    name = "compile"
+    title = "torch.compile of PyG"
+
+    def __init__(self, backend: str = "inductor") -> None:
+        self.backend = backend
+
+    def prepare(self, case: Case, graph: EdgeList, inputs: Inputs) -> Forward:
+        torch._dynamo.reset()
+        compiled = torch.compile(self.call(case, graph, inputs), backend=self.backend, dynamic=False)
+        return lambda: compiled(inputs)
+
+
+class Fused(Implementation):
+    """This package's operation."""
+
+    name = "fused"
+    title = "ours"
+    dtypes = tuple(DTYPES)
+    error_bound = 0.0
+    is_ours = True
+
+    def call(self, case: Case, graph: EdgeList, inputs: Inputs) -> Call:
+        return partial(case.fused, compressed(graph))
+
+
+@dataclass(frozen=True)
+class Peer:
+    """The time of another package, measured once with its own code.
+
+    Attributes:
+        package: Its name.
+        key: Operation, size, dtype and direction.
+        graph: Name of the graph.
+        time_ms: Median milliseconds.
+        is_right: Whether its result was within the bound.
+    """
+
+    package: str
+    key: tuple[str, str, str, str]
+    graph: str
+    time_ms: float
+    is_right: bool = True
+
+
+Times = Mapping[tuple[str, str, str, str], Mapping[str, Sequence[float | tuple[float] | None]]]
+"""Key of a :class:`Peer` -> package -> time on each graph: a 1-tuple where it is wrong; None where it was not taken."""
+
+
+def peers_of(times: Times, graphs: Sequence[str]) -> Iterator[Peer]:
+    """Every time of a table whose columns are these graphs."""
+    for key, packages in times.items():
+        for package, cells in packages.items():
+            for graph, cell in zip(graphs, cells, strict=True):
+                if isinstance(cell, tuple):
+                    yield Peer(package, key, graph, cell[0], is_right=False)
+                elif cell is not None:
+                    yield Peer(package, key, graph, cell)
+
+
+@dataclass(frozen=True)
+class Family:
+    """All that the bench knows of a family of operations.
+
+    Attributes:
+        ops: Names of its operations.
+        passes: Names of the passes of its kernels.
+        pass_of_kernel: Word in the path of a kernel -> the pass that it belongs to.
+        case: Makes a case of an operation and a size; raises a ValueError for a size of another form.
+        implementations: Implementations by name, ours first.
+        check_groups: The cases of the correctness grid, in groups whose kernels are compiled together; where there is
+            none, the rows of every experiment are checked all the same.
+        peers: Times of other packages.
+        beside: Implementation whose own error allows more where a bound is exceeded
+            (:data:`~pyg_dfgnn.reference.tolerances.BESIDE_PYG`); '' none: no kink of the operation is reached by a sum.
+    """
+
+    ops: tuple[str, ...]
+    passes: tuple[str, ...]
+    pass_of_kernel: Mapping[str, str]
+    case: Callable[[str, str], Case]
+    implementations: Mapping[str, type[Implementation]]
+    check_groups: Callable[[], Mapping[str, list[Case]]] = field(default=dict)
+    peers: Callable[[], Iterable[Peer]] = field(default=tuple)
+    beside: str = ""
+
+
+def forward_backward(out: Tensor, inputs: Inputs, grad_out: Tensor) -> dict[str, Tensor]:
+    """``out`` and the gradient of every input, under the names 'out' and 'grad_<input>'."""
+    gradients = torch.autograd.grad(out, list(inputs.values()), grad_out)
+    return {"out": out.detach(), **{f"grad_{name}": grad for name, grad in zip(inputs, gradients, strict=True)}}

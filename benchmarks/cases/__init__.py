@@ -1,0 +1,42 @@
+"""The families that the bench measures. A new family is one module beside this one and one entry in ``FAMILIES``."""
+
+from __future__ import annotations
+
+from benchmarks.case import Case, Family, Implementation
+from benchmarks.cases.attention import ATTENTION
+from benchmarks.cases.messages import MESSAGES
+from benchmarks.cases.relational import RELATIONAL
+from benchmarks.cases.segment import SEGMENT
+from pyg_dfgnn.errors import check_choice
+
+FAMILIES: tuple[Family, ...] = (ATTENTION, SEGMENT, RELATIONAL, MESSAGES)
+FAMILY_OF: dict[str, Family] = {op: family for family in FAMILIES for op in family.ops}
+"""Name of an operation -> its family."""
+TITLES = {name: kind.title for family in FAMILIES for name, kind in family.implementations.items()}
+"""Name of an implementation -> its name in tables and figures, which all families agree in."""
+OURS = frozenset(name for family in FAMILIES for name, kind in family.implementations.items() if kind.is_ours)
+"""The implementations that run on kernels of this package."""
+PASSES = tuple(dict.fromkeys(name for family in FAMILIES for name in family.passes))
+
+
+def case_of(op: str, size: str) -> Case:
+    """The case of an operation and a size.
+
+    Args:
+        op: Name of an operation of any family.
+        size: Size as the family writes it.
+
+    Raises:
+        ValueError: The operation is unknown, or the size has another form.
+    """
+    check_choice("ops", op, tuple(FAMILY_OF))
+    return FAMILY_OF[op].case(op, size)
+
+
+def implementation_of(op: str, name: str) -> Implementation | None:
+    """The implementation of that name for an operation; None where its family has none."""
+    kind = FAMILY_OF[op].implementations.get(name)
+    return None if kind is None else kind()
+
+
+__all__ = ["FAMILIES", "FAMILY_OF", "OURS", "PASSES", "TITLES", "case_of", "implementation_of"]

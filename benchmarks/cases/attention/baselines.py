@@ -1,0 +1,325 @@
+"""Attention as other packages compute it: PyG, its compiled form, unfused cuSPARSE calls, FlexAttention.
+
+All of them take the same projected tensors, so that no linear layer is timed, and the same edges, without added loops.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, ClassVar
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch_geometric import nn
+
+from benchmarks.case import MEMORY_FRACTION, Call, Forward, Fused, Implementation, TorchCompiled
+from benchmarks.cases.attention.case import NEGATIVE_SLOPE, AttentionCase
+from benchmarks.cases.sparse import Sparse
+from pyg_dfgnn.reference.oracle import Inputs
+from pyg_dfgnn.reference.zoo import EdgeList
+
+
+class AttentionImplementation(Implementation):
+    """An implementation of attention whose memory is that of [E, H, C] and [E, H] tensors in float32."""
+
+    def message_tensors(self, case: AttentionCase, training: bool) -> float:
+        """Number of [E, H, C] tensors alive at the peak."""
+        return 0.0
+
+    def edge_tensors(self, case: AttentionCase, training: bool) -> float:
+        """Number of [E, H] tensors alive at the peak."""
+        return 0.0
+
+    def predicted_bytes(self, case: AttentionCase, num_edges: int, training: bool) -> float:  # type: ignore[override]
+        per_edge = self.message_tensors(case, training) * case.channels + self.edge_tensors(case, training)
+        return 4.0 * num_edges * case.heads * per_edge
+
+
+class PyG(AttentionImplementation):
+    """The attention part of PyG's convs: their own ``propagate`` on given projections."""
+
+    name = "pyg"
+    title = "PyG"
+    messages: ClassVar[dict[str, float]] = {"add": 2.0, "dot": 4.0, "cosine": 4.0, "gatv2": 4.0}
+
+    def message_tensors(self, case: AttentionCase, training: bool) -> float:
+        return self.messages[case.score] + (2.0 if training else 0.0)
+
+    def edge_tensors(self, case: AttentionCase, training: bool) -> float:
+        return 6.0
+
+    def reasons(self, case: AttentionCase, graph: EdgeList, training: bool, memory_bytes: float) -> list[str]:  # type: ignore[override]
+        reasons = super().reasons(case, graph, training, memory_bytes)
+        if case.heads > 1 and _PYG_CALLS[case.score] is _agnn:
+            reasons.append("AGNNConv has one head")
+        return reasons
+
+    def call(self, case: AttentionCase, graph: EdgeList, inputs: Inputs) -> Call:  # type: ignore[override]
+        call = _PYG_CALLS[case.score](case, graph)
+        return lambda inputs: call(inputs).view(-1, case.heads, case.channels)
+
+
+def _conv(kind: type[Any], graph: EdgeList, *args: Any, **options: Any) -> tuple[Any, Tensor, tuple[int, int]]:
+    """One of PyG's convs on the device of a graph, the edges, and the numbers of nodes."""
+    return kind(*args, **options).to(graph.device), graph.edge_index, (graph.num_src, graph.num_dst)
+
+
+def _transformer(case: AttentionCase, graph: EdgeList) -> Call:
+    conv, edges, size = _conv(nn.TransformerConv, graph, 1, case.channels, case.heads, root_weight=False)
+    return lambda inputs: conv.propagate(edges, **inputs, edge_attr=None, size=size)
+
+
+def _gat(case: AttentionCase, graph: EdgeList) -> Call:
+    options = {"add_self_loops": False, "negative_slope": NEGATIVE_SLOPE}
+    conv, edges, size = _conv(nn.GATConv, graph, 1, case.channels, case.heads, **options)
+
+    def call(inputs: Inputs) -> Tensor:
+        scalars = inputs["alpha_src"], inputs["alpha_dst"]
+        alpha = conv.edge_updater(edges, alpha=scalars, edge_attr=None, size=size)
+        return conv.propagate(edges, x=(inputs["value"], None), alpha=alpha, size=size)
+
+    return call
+
+
+def _agnn(case: AttentionCase, graph: EdgeList) -> Call:
+    conv, edges, size = _conv(nn.AGNNConv, graph, requires_grad=False, add_self_loops=False)
+
+    def call(inputs: Inputs) -> Tensor:
+        x = inputs["x_src"].view(-1, case.channels)
+        conv.beta = inputs["beta"]
+        return conv.propagate(edges, x=x, x_norm=F.normalize(x, p=2.0, dim=-1), size=size)
+
+    return call
+
+
+def _gatv2(case: AttentionCase, graph: EdgeList) -> Call:
+    options = {"add_self_loops": False, "negative_slope": NEGATIVE_SLOPE}
+    conv, edges, size = _conv(nn.GATv2Conv, graph, 1, case.channels, case.heads, **options)
+    del conv._parameters["att"]
+
+    def call(inputs: Inputs) -> Tensor:
+        conv.att = inputs["att"][None]
+        x = inputs["x_src"], inputs["x_dst"]
+        alpha = conv.edge_updater(edges, x=x, edge_attr=None, size=size)
+        return conv.propagate(edges, x=x, alpha=alpha, size=size)
+
+    return call
+
+
+_PYG_CALLS: dict[str, Callable[[AttentionCase, EdgeList], Call]] = {
+    "dot": _transformer,
+    "cosine": _agnn,
+    "add": _gat,
+    "gatv2": _gatv2,
+}
+
+
+class CompiledPyG(TorchCompiled, PyG):
+    """``torch.compile`` of the same call."""
+
+    def message_tensors(self, case: AttentionCase, training: bool) -> float:
+        return 0.0
+
+
+class _Dot:
+    """<query_i, key_j> C^-0.5."""
+
+    @staticmethod
+    def logit(sparse: Sparse, slope: float, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+        return sparse.products(query, key) * query.size(1) ** -0.5, value
+
+    @staticmethod
+    def gradients(
+        sparse: Sparse, slope: float, logit: Tensor, grad_logit: Tensor, grad_value: Tensor, *tensors: Tensor
+    ) -> tuple[Tensor, ...]:
+        query, key, _ = tensors
+        grad_logit = grad_logit * query.size(1) ** -0.5
+        return sparse.matrix(grad_logit) @ key, sparse.transposed(grad_logit) @ query, grad_value
+
+
+class _Cosine:
+    """beta <x_i / |x_i|, x_j / |x_j|>."""
+
+    @staticmethod
+    def logit(sparse: Sparse, slope: float, value: Tensor, beta: Tensor) -> tuple[Tensor, Tensor]:
+        unit = F.normalize(value, dim=-1)
+        return beta * sparse.products(unit, unit), value
+
+    @staticmethod
+    def gradients(
+        sparse: Sparse, slope: float, logit: Tensor, grad_logit: Tensor, grad_value: Tensor, *tensors: Tensor
+    ) -> tuple[Tensor, ...]:
+        value, beta = tensors
+        unit = F.normalize(value, dim=-1)
+        grad_unit = beta * (sparse.matrix(grad_logit) @ unit + sparse.transposed(grad_logit) @ unit)
+        projected = grad_unit - unit * (unit * grad_unit).sum(-1, keepdim=True)
+        grad_value += projected / value.norm(dim=-1, keepdim=True).clamp_min(1e-12)
+        return grad_value, (grad_logit * logit).sum().reshape(1) / beta
+
+
+class _Add:
+    """LeakyReLU(alpha_src_j + alpha_dst_i)."""
+
+    @staticmethod
+    def logit(
+        sparse: Sparse, slope: float, value: Tensor, alpha_src: Tensor, alpha_dst: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        return F.leaky_relu(alpha_src[sparse.source] + alpha_dst[sparse.row], slope), value
+
+    @staticmethod
+    def gradients(
+        sparse: Sparse, slope: float, logit: Tensor, grad_logit: Tensor, grad_value: Tensor, *tensors: Tensor
+    ) -> tuple[Tensor, ...]:
+        grad_logit = torch.where(logit > 0, grad_logit, slope * grad_logit)
+        by_source = torch.segment_reduce(
+            grad_logit[sparse.transpose], "sum", offsets=sparse.transposed_offsets, unsafe=True, initial=0.0
+        )
+        return grad_value, by_source, sparse.row_sum(grad_logit)
+
+
+_UNFUSED: dict[str, Any] = {"dot": _Dot, "cosine": _Cosine, "add": _Add}
+"""The scores that an SDDMM or a sum of scalars forms."""
+
+
+class _UnfusedHead(torch.autograd.Function):
+    """SDDMM, row softmax, SpMM of one head; the backward is the same three with the transposed CSR."""
+
+    @staticmethod
+    def forward(ctx: Any, sparse: Sparse, score: str, slope: float, *tensors: Tensor) -> Tensor:
+        logit, value = _UNFUSED[score].logit(sparse, slope, *tensors)
+        weight = sparse.softmax(logit)
+        ctx.sparse, ctx.score, ctx.slope = sparse, score, slope
+        ctx.save_for_backward(*tensors, value, weight, logit)
+        return sparse.matrix(weight) @ value
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+        *tensors, value, weight, logit = ctx.saved_tensors
+        sparse: Sparse = ctx.sparse
+        grad = grad.contiguous()
+        grad_value = sparse.transposed(weight) @ grad
+        grad_logit = sparse.softmax_backward(weight, sparse.products(grad, value))
+        gradients = _UNFUSED[ctx.score].gradients(sparse, ctx.slope, logit, grad_logit, grad_value, *tensors)
+        return None, None, None, *gradients
+
+
+def unfused_attention(
+    sparse: Sparse, score: str, tensors: Sequence[Tensor], beta: Tensor | None = None, slope: float = NEGATIVE_SLOPE
+) -> Tensor:
+    """Attention by SDDMM, row softmax and SpMM, head by head, differentiable once.
+
+    Args:
+        sparse: The edges.
+        score: 'dot', 'cosine' or 'add'.
+        tensors: Query, key and value [N, H, C]; or value [N, H, C]; or value [N, H, C] and the scalars of sources and
+            targets [N, H].
+        beta: Temperature [1] of the cosine score.
+        slope: Of the leaky ReLU of the additive score.
+
+    Returns:
+        Sums over the neighbours of each target [N_dst, H, C].
+    """
+    common = () if beta is None else (beta,)
+    if tensors[0].size(1) == 1:
+        return _UnfusedHead.apply(sparse, score, slope, *(tensor.squeeze(1) for tensor in tensors), *common)[:, None]
+    heads = zip(*(tensor.unbind(1) for tensor in tensors), strict=True)
+    outs = [_UnfusedHead.apply(sparse, score, slope, *(t.contiguous() for t in head), *common) for head in heads]
+    return torch.stack(outs, dim=1)
+
+
+class Unfused(AttentionImplementation):
+    """cuSPARSE's SDDMM and SpMM with a row softmax between them, head by head."""
+
+    name = "unfused"
+    title = "cuSPARSE, unfused"
+
+    def edge_tensors(self, case: AttentionCase, training: bool) -> float:
+        return 8.0 if training else 6.0
+
+    def reasons(self, case: AttentionCase, graph: EdgeList, training: bool, memory_bytes: float) -> list[str]:  # type: ignore[override]
+        reasons = super().reasons(case, graph, training, memory_bytes)
+        if case.score not in _UNFUSED:
+            reasons.append(f"the {case.layer} score is no inner product, so no SDDMM forms it")
+        return reasons
+
+    def prepare(self, case: AttentionCase, graph: EdgeList, inputs: Inputs) -> Forward:  # type: ignore[override]
+        sparse = Sparse(graph.edge_index, graph.num_src, graph.num_dst)
+        beta = inputs.get("beta")
+        tensors = [tensor for name, tensor in inputs.items() if name != "beta"]
+        return lambda: unfused_attention(sparse, case.score, tensors, beta)
+
+
+class Flex(AttentionImplementation):
+    """FlexAttention over the nodes as one sequence; blocks of the adjacency without edges are skipped.
+
+    The mask reads a dense adjacency, one per graph of a batch, which has to fit in memory.
+    """
+
+    name = "flex"
+    title = "FlexAttention"
+    dtypes = ("float32", "bfloat16")
+    block = 128
+    max_mask_bytes = 4e9
+    scores = frozenset({"dot"})
+
+    def __init__(self, compiled: bool = True) -> None:
+        self.compiled = compiled
+
+    @staticmethod
+    def _largest(graph: EdgeList) -> tuple[int, int]:
+        """Number of graphs in the batch and nodes of the largest."""
+        if graph.ptr is None:
+            return 1, graph.num_src
+        return graph.ptr.numel() - 1, int(graph.ptr.diff().max())
+
+    def reasons(self, case: AttentionCase, graph: EdgeList, training: bool, memory_bytes: float) -> list[str]:  # type: ignore[override]
+        reasons = super().reasons(case, graph, training, memory_bytes)
+        if case.score not in self.scores:
+            reasons.append("FlexAttention's score is a scaled dot product")
+        count, nodes = self._largest(graph)
+        if count * nodes**2 > min(self.max_mask_bytes, MEMORY_FRACTION * memory_bytes):
+            reasons.append(f"its mask needs {count * nodes**2 / 1e9:.0f} GB")
+        return reasons
+
+    def prepare(self, case: AttentionCase, graph: EdgeList, inputs: Inputs) -> Forward:  # type: ignore[override]
+        from torch.nn.attention.flex_attention import BlockMask, flex_attention
+
+        device, nodes = graph.device, graph.num_src
+        count, largest = self._largest(graph)
+        ptr = torch.tensor([0, nodes], device=device) if graph.ptr is None else graph.ptr
+        member = torch.arange(count, device=device).repeat_interleave(ptr.diff())
+        local = torch.arange(nodes, device=device) - ptr[member]
+        source, target = graph.edge_index
+        linked = torch.zeros(count, largest, largest, dtype=torch.bool, device=device)
+        linked[member[target], local[target], local[source]] = True
+
+        def mask(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+            inside = member[query] == member[key]
+            return inside & linked[member[query], local[query], local[key]]
+
+        blocks = -(-nodes // self.block)
+        used = torch.zeros(blocks, blocks, dtype=torch.bool, device=device)
+        used[target // self.block, source // self.block] = True
+        order = used.int().argsort(dim=1, descending=True, stable=True).int()
+        block_mask = BlockMask.from_kv_blocks(
+            used.sum(1, dtype=torch.int32)[None, None],
+            order[None, None],
+            BLOCK_SIZE=self.block,
+            mask_mod=mask,
+            seq_lengths=(nodes, nodes),
+        )
+        if self.compiled:
+            torch._dynamo.reset()
+        attention: Any = torch.compile(flex_attention, dynamic=False) if self.compiled else flex_attention
+
+        def forward() -> Tensor:
+            query, key, value = (inputs[name].transpose(0, 1)[None] for name in ("query", "key", "value"))
+            return attention(query, key, value, block_mask=block_mask)[0].transpose(0, 1)
+
+        return forward
+
+
+IMPLEMENTATIONS: dict[str, type[Implementation]] = {
+    kind.name: kind for kind in (Fused, PyG, Unfused, CompiledPyG, Flex)
+}

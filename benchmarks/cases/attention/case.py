@@ -1,0 +1,168 @@
+"""The attention family as data: which tensors each score takes, and how the fused op and the reference are called."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from itertools import product
+from math import prod
+
+import torch
+from torch import Tensor
+
+from benchmarks.case import DTYPES, INDEX_BYTES, Case
+from benchmarks.graphs import compressed
+from pyg_dfgnn import ops
+from pyg_dfgnn.dispatch.attention.family import FAMILY, unsupported_reasons
+from pyg_dfgnn.dispatch.attention.problem import AttentionProblem
+from pyg_dfgnn.dispatch.core import explain
+from pyg_dfgnn.graph import Graph
+from pyg_dfgnn.ops.core import draw_seed
+from pyg_dfgnn.reference import attention as reference
+from pyg_dfgnn.reference import problems
+from pyg_dfgnn.reference.oracle import Inputs
+from pyg_dfgnn.reference.philox import dropout_factor
+from pyg_dfgnn.reference.problems import EDGE_INPUTS, OWN_TARGETS, draw_grad_out, draw_inputs
+from pyg_dfgnn.reference.zoo import EdgeList
+
+LAYERS = {"dot": "GT", "cosine": "AGNN", "add": "GAT", "gatv2": "GATv2"}
+SCORES = tuple(LAYERS)
+NEGATIVE_SLOPE = 0.2
+"""The slope of the leaky scores: the default of PyG, of the operators and of the reference."""
+
+CHECKED_HEADS = (1, 3, 8)
+CHECKED_CHANNELS = (1, 7, 16, 32, 40, 64, 128, 256)
+CHECKED_DROPOUTS = (0.0, 0.5)
+
+KERNEL_PASSES = {
+    "norm": "forward",
+    "forward": "forward",
+    "targets": "targets",
+    "backward_nodes": "targets",
+    "sources": "sources",
+}
+"""Word in the path of a kernel -> its pass. Norms are computed before the forward pass or in it."""
+
+
+@dataclass(frozen=True)
+class AttentionCase(Case):
+    """One point of the grid of scores, heads, channels per head, edge features and dropout."""
+
+    score: str
+    heads: int
+    channels: int
+    edge: bool = False
+    dropout: float = 0.0
+
+    family = "attention"
+
+    @staticmethod
+    def of(op: str, size: str) -> AttentionCase:
+        """The case of a score and a size, heads x channels.
+
+        Raises:
+            ValueError: The size has another form.
+        """
+        if not re.fullmatch(r"[1-9]\d*x[1-9]\d*", str(size)):
+            raise ValueError(f"'sizes' needs a list of heads x channels, such as [1x128,8x16] (got {size!r})")
+        heads, channels = map(int, size.split("x"))
+        return AttentionCase(op, heads, channels)
+
+    @property
+    def op(self) -> str:  # type: ignore[override]
+        return self.score
+
+    @property
+    def size(self) -> str:  # type: ignore[override]
+        return f"{self.heads}x{self.channels}"
+
+    @property
+    def layer(self) -> str:  # type: ignore[override]
+        return LAYERS[self.score]
+
+    @property
+    def width(self) -> int:  # type: ignore[override]
+        return self.heads * self.channels
+
+    @property
+    def target_rows_of(self) -> dict[str, str]:  # type: ignore[override]
+        return {"x_dst": "x_src"} if self.score in OWN_TARGETS else {}
+
+    def __str__(self) -> str:
+        edge = "-edge" if self.edge else ""
+        dropout = f"-p{self.dropout}" if self.dropout else ""
+        return f"{self.score}-H{self.heads}-C{self.channels}{edge}{dropout}"
+
+    def roles(self, graph: EdgeList) -> dict[str, str]:
+        return problems.roles(self.score, self.edge, own_targets=graph.num_src != graph.num_dst)
+
+    def shape(self, name: str, graph: EdgeList) -> tuple[int, ...]:
+        return problems.shape(name, self.roles(graph)[name], graph, self.heads, self.channels)
+
+    def make_inputs(self, graph: EdgeList) -> Inputs:
+        generator = torch.Generator(device=graph.device).manual_seed(0)
+        return draw_inputs(self.score, graph, self.heads, self.channels, self.edge, generator=generator)
+
+    def make_grad_out(self, graph: EdgeList, inputs: Inputs) -> Tensor:
+        generator = torch.Generator(device=graph.device).manual_seed(1)
+        return draw_grad_out(self.score, graph, self.heads, self.channels, inputs, generator)
+
+    def fused(self, graph: Graph, inputs: Inputs) -> Tensor:
+        attention = getattr(ops, f"{self.score}_attention")
+        return attention(graph, **inputs, dropout_p=self.dropout)
+
+    def plain(self, edge_index: Tensor, num_dst: int, inputs: Inputs, keep: Tensor | None) -> Tensor:
+        attention = getattr(reference, f"{self.score}_attention")
+        return attention(edge_index, num_dst, **inputs, keep=keep)[0]
+
+    def keep(self, graph: EdgeList) -> Tensor | None:
+        if not self.dropout:
+            return None
+        ids = torch.arange(graph.num_edges, device=graph.device)
+        return dropout_factor(ids, self.heads, self.dropout, draw_seed(graph.device))
+
+    def problem(self, dtype: str, device: torch.device) -> AttentionProblem:
+        """Return the problem of this case for dispatch, in the dtype of that name."""
+        size = self.score, self.heads, self.channels
+        has_dropout, tf32 = self.dropout > 0, dtype == "tf32"
+        return AttentionProblem(*size, DTYPES[dtype], device, self.edge, has_dropout, tf32=tf32)
+
+    def plan(self, dtype: str, graph: EdgeList) -> dict[str, tuple[str, str]]:
+        problem = self.problem(dtype, graph.device)
+        if unsupported_reasons(problem):
+            return {}
+        choices = explain(FAMILY, problem, compressed(graph), True)
+        return {choice.direction: (choice.plan.schedule, repr(choice.plan)) for choice in choices}
+
+    def unsupported_reasons(self, dtype: str, device: torch.device) -> list[str]:
+        return unsupported_reasons(self.problem(dtype, device))
+
+    def compulsory_bytes(self, graph: EdgeList, direction: str, itemsize: int) -> float:
+        """Bytes of inputs, output, their gradients, and the index of each pass, each touched once.
+
+        GT forward: ``4 N D b + 4 E + 4 N``; forward and backward three times that, for 12 node tensors and 3 passes.
+        """
+        roles = self.roles(graph)
+        sizes = {name: prod(self.shape(name, graph)) for name in roles}
+        inputs, output = sum(sizes.values()), graph.num_dst * self.width
+        of_sources = sum(size for name, size in sizes.items() if roles[name] == "src")
+        elements, passes = {
+            "fwd": (inputs + output, 1),
+            "forward": (inputs + output, 1),
+            "bwd": (2 * (inputs + output), 2),
+            "fwd+bwd": (3 * (inputs + output), 3),
+            "targets": (inputs + 2 * output + inputs - of_sources, 1),
+            "sources": (inputs + output + of_sources, 1),
+        }[direction]
+        return float(itemsize * elements + passes * INDEX_BYTES * (graph.num_edges + graph.num_dst))
+
+
+def check_groups() -> dict[str, list[Case]]:
+    """The correctness grid: every score with and without edge features, of each size, with and without dropout."""
+    groups: dict[str, list[Case]] = {}
+    for score in SCORES:
+        for edge in (False, True) if score in EDGE_INPUTS else (False,):
+            sizes = product(CHECKED_HEADS, CHECKED_CHANNELS, CHECKED_DROPOUTS)
+            name = f"{score} with edge features" if edge else score
+            groups[name] = [AttentionCase(score, heads, channels, edge, p) for heads, channels, p in sizes]
+    return groups

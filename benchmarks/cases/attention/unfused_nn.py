@@ -1,0 +1,113 @@
+"""PyG's attention convs on the unfused sequence: SDDMM, row softmax, SpMM (cuSPARSE on a GPU), one head at a time.
+
+A namespace for models, `convs: benchmarks.cases.attention.unfused_nn`: parameters, initialisation and everything
+around attention are PyG's. What the sequence cannot do (attention dropout, edge features, sparse adjacencies) raises.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.weak import WeakTensorKeyDictionary
+from torch_geometric.nn import Linear, conv
+from torch_geometric.utils import add_self_loops, remove_self_loops
+
+from benchmarks.cases.attention.baselines import unfused_attention
+from benchmarks.cases.sparse import Sparse
+from pyg_dfgnn.errors import UnsupportedError
+
+_compressed: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
+
+
+def compress(edge_index: Tensor, num_nodes: int, self_loops: bool = False) -> Sparse:
+    """The CSR of edges [2, E] and of their transpose, kept for as long as `edge_index` lives unchanged.
+
+    Args:
+        edge_index: Sources and targets [2, E].
+        num_nodes: Number of nodes N.
+        self_loops: Replace self-loops by one per node, as GATConv and AGNNConv do.
+    """
+    key = num_nodes, self_loops, edge_index._version
+    kept = _compressed.setdefault(edge_index, {})
+    if key not in kept:
+        edges = edge_index
+        if self_loops:
+            edges, _ = add_self_loops(remove_self_loops(edge_index)[0], num_nodes=num_nodes)
+        kept[key] = Sparse(edges, num_nodes, num_nodes)
+    return kept[key]
+
+
+def _refuse(module: torch.nn.Module, edge_index: Any, nodes: list[Tensor], edge_attr: Any = None) -> None:
+    reasons = []
+    if not isinstance(edge_index, Tensor) or edge_index.layout != torch.strided:
+        reasons.append("edge_index is no tensor [2, E]")
+    if any(tensor.size(0) != nodes[0].size(0) for tensor in nodes):
+        reasons.append("sources and targets are different nodes")
+    if edge_attr is not None:
+        reasons.append("edge_attr")
+    if module.training and getattr(module, "dropout", 0.0) > 0:
+        # As the models of `configs/model` name it.
+        name = "attention_dropout" if isinstance(module, conv.TransformerConv) else "dropout"
+        reasons.append(f"attention dropout (set model.{name}=0)")
+    if getattr(module, "flow", "source_to_target") != "source_to_target":
+        reasons.append("flow='target_to_source'")
+    if reasons:
+        raise UnsupportedError(reasons, "the unfused sequence")
+
+
+class TransformerConv(conv.TransformerConv):
+    """PyG's `TransformerConv` with unfused attention.
+
+    Raises:
+        UnsupportedError: On call, with what the sequence cannot do.
+    """
+
+    def propagate(self, edge_index: Tensor, size: Any = None, **tensors: Any) -> Tensor:
+        query, key, value = (tensors[name] for name in ("query", "key", "value"))
+        _refuse(self, edge_index, [query, key], tensors["edge_attr"])
+        return unfused_attention(compress(edge_index, query.size(0)), "dot", (query, key, value))
+
+
+class GATConv(conv.GATConv):
+    """PyG's `GATConv` with unfused attention.
+
+    Raises:
+        UnsupportedError: On call, with what the sequence cannot do.
+    """
+
+    def __init__(self, *args: Any, add_self_loops: bool = True, **kwargs: Any) -> None:
+        # PyG would make new edges in each forward; here the loops belong to the CSR, which is made once.
+        super().__init__(*args, add_self_loops=False, **kwargs)
+        self.self_loops = add_self_loops
+
+    def edge_updater(self, edge_index: Tensor, size: Any = None, **tensors: Any) -> tuple[Tensor, Tensor]:
+        _refuse(self, edge_index, list(tensors["alpha"]), tensors["edge_attr"])
+        return tensors["alpha"]
+
+    def propagate(self, edge_index: Tensor, size: Any = None, **tensors: Any) -> Tensor:
+        value, _ = tensors["x"]
+        sparse = compress(edge_index, value.size(0), self.self_loops)
+        return unfused_attention(sparse, "add", (value, *tensors["alpha"]), slope=self.negative_slope)
+
+
+class AGNNConv(conv.AGNNConv):
+    """PyG's `AGNNConv` with unfused attention.
+
+    Raises:
+        UnsupportedError: On call, with what the sequence cannot do.
+    """
+
+    def __init__(self, requires_grad: bool = True, add_self_loops: bool = True, **kwargs: Any) -> None:
+        super().__init__(requires_grad, add_self_loops=False, **kwargs)
+        self.self_loops = add_self_loops
+
+    def forward(self, x: Tensor, edge_index: Any) -> Tensor:
+        """Cosine attention of `x [N, F]` over `edge_index [2, E]`; the sequence normalises `x` itself."""
+        _refuse(self, edge_index, [x])
+        sparse = compress(edge_index, x.size(0), self.self_loops)
+        return unfused_attention(sparse, "cosine", (x[:, None],), self.beta)[:, 0]
+
+
+__all__ = ["AGNNConv", "GATConv", "Linear", "TransformerConv"]

@@ -1,0 +1,361 @@
+"""The aggregation family as data: what each operation computes of the edges, and how other packages compute it.
+
+All of them take the same features and edges. Peers are times of other packages, measured once on one NVIDIA H200 (torch
+2.11.0, CUDA 13.0) before this bench had the family.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from math import prod
+from types import MappingProxyType
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+from torch_geometric.nn.aggr import MultiAggregation
+from torch_geometric.nn.resolver import aggregation_resolver
+
+from benchmarks.case import (
+    DTYPES,
+    INDEX_BYTES,
+    Call,
+    Case,
+    Family,
+    Forward,
+    Fused,
+    Implementation,
+    Peer,
+    Times,
+    TorchCompiled,
+    peers_of,
+)
+from benchmarks.cases.sparse import Sparse
+from benchmarks.graphs import compressed
+from pyg_dfgnn.dispatch.core import explain
+from pyg_dfgnn.dispatch.segment import FAMILY, SegmentProblem, unsupported_reasons
+from pyg_dfgnn.graph import Graph
+from pyg_dfgnn.ops.segment import aggregate
+from pyg_dfgnn.reference.oracle import Inputs
+from pyg_dfgnn.reference.zoo import EdgeList
+from pyg_dfgnn.statements.op import DIRECTIONS
+from pyg_dfgnn.statements.segment import SUMS
+
+CHECKED_CHANNELS = (1, 7, 16, 64, 128, 200, 600)
+
+
+@dataclass(frozen=True)
+class Aggregation:
+    """One operation of the family.
+
+    Attributes:
+        layer: Its name in tables and figures.
+        stats: Statistics that are asked for.
+        weighted: Whether each edge has a weight, whose gradient is computed too.
+    """
+
+    layer: str
+    stats: tuple[str, ...]
+    weighted: bool = False
+
+    @property
+    def is_linear(self) -> bool:
+        """Whether the aggregation is one product with a matrix."""
+        return set(self.stats) <= set(SUMS)
+
+
+AGGREGATIONS = {
+    "sum": Aggregation("sum", ("sum",)),
+    "mean": Aggregation("mean", ("mean",)),
+    "max": Aggregation("max", ("max",)),
+    "statistics": Aggregation("mean+max+min+std", ("mean", "max", "min", "std")),
+    "weight": Aggregation("weighted sum", ("sum",), weighted=True),
+}
+
+
+@dataclass(frozen=True)
+class SegmentCase(Case):
+    """One operation on features of one width."""
+
+    op: str
+    channels: int
+
+    family = "segment"
+    target_rows_of = MappingProxyType({})
+
+    @staticmethod
+    def of(op: str, size: str) -> SegmentCase:
+        """The case of an operation and a number of features.
+
+        Raises:
+            ValueError: The size has another form.
+        """
+        if not re.fullmatch(r"[1-9]\d*", str(size)):
+            raise ValueError(f"'sizes' needs a list of numbers of features, such as [64,128] (got {size!r})")
+        return SegmentCase(op, int(size))
+
+    @property
+    def aggregation(self) -> Aggregation:
+        return AGGREGATIONS[self.op]
+
+    @property
+    def size(self) -> str:  # type: ignore[override]
+        return str(self.channels)
+
+    @property
+    def layer(self) -> str:  # type: ignore[override]
+        return self.aggregation.layer
+
+    @property
+    def width(self) -> int:  # type: ignore[override]
+        return self.channels * len(self.aggregation.stats)
+
+    def __str__(self) -> str:
+        return f"{self.op}-F{self.channels}"
+
+    def roles(self, graph: EdgeList) -> dict[str, str]:
+        return {"x": "src", "edge": "edge"} if self.aggregation.weighted else {"x": "src"}
+
+    def shape(self, name: str, graph: EdgeList) -> tuple[int, ...]:
+        return (graph.num_src, self.channels) if name == "x" else (graph.num_edges,)
+
+    def make_inputs(self, graph: EdgeList) -> Inputs:
+        """Multiples of 1/64 without 0.
+
+        Then few deviations are small enough for their gradient, which grows like their inverse, to lose all digits; and
+        no extreme is 0, where torch's scatter_reduce shares the gradient with its initial value.
+        """
+        generator = torch.Generator(device=graph.device).manual_seed(0)
+        inputs = {}
+        for name in self.roles(graph):
+            drawn = torch.randn(self.shape(name, graph), generator=generator, device=graph.device)
+            drawn = drawn.mul_(64).round_().div_(64)
+            inputs[name] = drawn.masked_fill_(drawn == 0, 1 / 64)
+        return inputs
+
+    def fused(self, graph: Graph, inputs: Inputs) -> Tensor:
+        message = "weight" if self.aggregation.weighted else "copy"
+        out = aggregate(graph, inputs["x"], self.aggregation.stats, message=message, edge=inputs.get("edge"))
+        return out.flatten(1)
+
+    def plain(self, edge_index: Tensor, num_dst: int, inputs: Inputs, keep: Tensor | None) -> Tensor:
+        messages = self.messages(edge_index, inputs)
+        outputs = [
+            aggregation_resolver(stat)(messages, edge_index[1], dim_size=num_dst) for stat in self.aggregation.stats
+        ]
+        return torch.cat(outputs, dim=1)
+
+    def messages(self, edge_index: Tensor, inputs: Inputs) -> Tensor:
+        """Return the message of each edge, [E, F]."""
+        sent = inputs["x"].index_select(0, edge_index[0])
+        return sent * inputs["edge"].unsqueeze(1) if self.aggregation.weighted else sent
+
+    def problem(self, dtype: str, device: torch.device) -> SegmentProblem:
+        """Return the problem of this case for dispatch, in the dtype of that name."""
+        message = "weight" if self.aggregation.weighted else "copy"
+        return SegmentProblem(message, self.aggregation.stats, self.channels, DTYPES[dtype], device)
+
+    def plan(self, dtype: str, graph: EdgeList) -> dict[str, tuple[str, str]]:
+        problem = self.problem(dtype, graph.device)
+        if unsupported_reasons(problem):
+            return {}
+        choices = explain(FAMILY, problem, compressed(graph), True, backward=("sources",))
+        return {choice.direction: (choice.plan.schedule, repr(choice.plan)) for choice in choices}
+
+    def unsupported_reasons(self, dtype: str, device: torch.device) -> list[str]:
+        return unsupported_reasons(self.problem(dtype, device))
+
+    def compulsory_bytes(self, graph: EdgeList, direction: str, itemsize: int) -> float:
+        """Bytes of inputs, output, their gradients, and the index of each pass, each touched once.
+
+        The backward pass reads the gradient of the output, writes those of the inputs, and reads the inputs too unless
+        the operation is linear in all of them.
+        """
+        inputs = sum(prod(self.shape(name, graph)) for name in self.roles(graph))
+        output = graph.num_dst * self.width
+        is_linear = self.aggregation.is_linear and not self.aggregation.weighted
+        forward, backward = inputs + output, inputs + output + (0 if is_linear else inputs)
+        elements, passes = {
+            "fwd": (forward, 1),
+            "forward": (forward, 1),
+            "bwd": (backward, 1),
+            "sources": (backward, 1),
+            "fwd+bwd": (forward + backward, 2),
+        }[direction]
+        return float(itemsize * elements + passes * INDEX_BYTES * (graph.num_edges + graph.num_dst))
+
+
+class Baseline(Implementation):
+    """Another implementation, whose memory is that of [E, F] tensors.
+
+    Attributes:
+        ops: Operations that it has.
+    """
+
+    dtypes = ("float32", "bfloat16")
+    ops: ClassVar[tuple[str, ...]] = tuple(AGGREGATIONS)
+
+    def message_tensors(self, case: SegmentCase, training: bool) -> int:
+        """Number of [E, F] tensors alive at the peak."""
+        return 0
+
+    def predicted_bytes(self, case: SegmentCase, num_edges: int, training: bool) -> float:  # type: ignore[override]
+        return 4.0 * num_edges * case.channels * self.message_tensors(case, training)
+
+    def reasons(self, case: SegmentCase, graph: EdgeList, training: bool, memory_bytes: float) -> list[str]:  # type: ignore[override]
+        if case.op not in self.ops:
+            return [f"has no {case.layer}"]
+        return super().reasons(case, graph, training, memory_bytes)
+
+
+class PyG(Baseline):
+    """PyG's aggregation modules on gathered messages."""
+
+    name = "pyg"
+    title = "PyG"
+
+    def message_tensors(self, case: SegmentCase, training: bool) -> int:
+        forward = 1 + case.aggregation.weighted + (len(case.aggregation.stats) > 1)
+        return forward + training * (1 if case.aggregation.is_linear else 3)
+
+    def call(self, case: SegmentCase, graph: EdgeList, inputs: Inputs) -> Call:  # type: ignore[override]
+        stats = list(case.aggregation.stats)
+        module = MultiAggregation(stats) if len(stats) > 1 else aggregation_resolver(stats[0])
+        module.to(graph.device)
+
+        def call(inputs: Inputs) -> Tensor:
+            messages = case.messages(graph.edge_index, inputs)
+            return module(messages, graph.edge_index[1], dim_size=graph.num_dst)  # type: ignore[no-any-return]
+
+        return call
+
+
+class CompiledPyG(TorchCompiled, PyG):
+    """``torch.compile`` of the same call."""
+
+    def message_tensors(self, case: SegmentCase, training: bool) -> int:
+        return 0
+
+
+class _Product(torch.autograd.Function):
+    """A product with a CSR matrix whose transpose is there; its values may have a gradient."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, sparse: Sparse, values: Tensor, matrix: Tensor | None, transposed: Tensor | None, x: Tensor
+    ) -> Tensor:
+        ctx.sparse, ctx.transposed = sparse, transposed
+        ctx.save_for_backward(values, x)
+        return (sparse.matrix(values) if matrix is None else matrix) @ x
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+        values, x = ctx.saved_tensors
+        grad = grad.contiguous()
+        grad_values = ctx.sparse.products(grad, x) if ctx.needs_input_grad[1] else None
+        transposed = ctx.sparse.transposed(values) if ctx.transposed is None else ctx.transposed
+        return None, grad_values, None, None, transposed @ grad
+
+
+class TorchCsr(Baseline):
+    """torch's product of a CSR matrix and features, forward and with a transpose made once, by cuSPARSE on a GPU."""
+
+    name = "csr"
+    title = "torch CSR, transpose kept"
+    ops = ("sum", "mean", "weight")
+
+    def prepare(self, case: SegmentCase, graph: EdgeList, inputs: Inputs) -> Forward:  # type: ignore[override]
+        sparse = Sparse(graph.edge_index, graph.num_src, graph.num_dst)
+        if case.aggregation.weighted:
+            return lambda: _Product.apply(sparse, inputs["edge"].index_select(0, sparse.order), None, None, inputs["x"])
+        values = constant_values(case, sparse, inputs["x"].dtype)
+        matrix, transposed = sparse.matrix(values), sparse.transposed(values)
+        return lambda: _Product.apply(sparse, values, matrix, transposed, inputs["x"])
+
+
+class TorchMm(Baseline):
+    """``torch.sparse.mm`` of a CSR matrix: nothing is kept from call to call, the transpose neither."""
+
+    name = "sparse_mm"
+    title = "torch.sparse.mm, nothing kept"
+    ops = ("sum", "mean")
+
+    def prepare(self, case: SegmentCase, graph: EdgeList, inputs: Inputs) -> Forward:  # type: ignore[override]
+        sparse = Sparse(graph.edge_index, graph.num_src, graph.num_dst)
+        matrix = sparse.matrix(constant_values(case, sparse, inputs["x"].dtype))
+        return lambda: torch.sparse.mm(matrix, inputs["x"])
+
+
+def constant_values(case: SegmentCase, sparse: Sparse, dtype: torch.dtype) -> Tensor:
+    """The values of the matrix of a sum or a mean, in the order of its rows."""
+    if case.op == "sum":
+        return torch.ones(sparse.row.numel(), dtype=dtype, device=sparse.row.device)
+    return sparse.row_offsets.diff().clamp(min=1).double().reciprocal()[sparse.row].to(dtype)
+
+
+class SegmentReduce(Baseline):
+    """``torch.segment_reduce`` of gathered messages in the order of their targets."""
+
+    name = "segment_reduce"
+    title = "torch.segment_reduce"
+    ops = ("sum", "mean", "max")
+
+    def message_tensors(self, case: SegmentCase, training: bool) -> int:
+        return 1 + training
+
+    def prepare(self, case: SegmentCase, graph: EdgeList, inputs: Inputs) -> Forward:  # type: ignore[override]
+        sparse = Sparse(graph.edge_index, graph.num_src, graph.num_dst)
+        is_empty = (sparse.row_offsets.diff() == 0).unsqueeze(1)
+        (stat,) = case.aggregation.stats
+
+        def forward() -> Tensor:
+            messages = inputs["x"].index_select(0, sparse.col)
+            out = torch.segment_reduce(messages, stat, offsets=sparse.row_offsets, unsafe=True)
+            return out.masked_fill(is_empty, 0.0)
+
+        return forward
+
+
+IMPLEMENTATIONS: dict[str, type[Implementation]] = {
+    kind.name: kind for kind in (Fused, PyG, CompiledPyG, TorchCsr, TorchMm, SegmentReduce)
+}
+
+
+def check_groups() -> dict[str, list[Case]]:
+    """The correctness grid: every operation at each width."""
+    return {op: [SegmentCase(op, channels) for channels in CHECKED_CHANNELS] for op in AGGREGATIONS}
+
+
+no = None
+_PEERS: Times = {
+    ("sum", "128", "float32", "fwd"): {
+        "turbo-gnn": (no, 0.033, 11.2, 6.39, 16.6, no),
+        "best algorithm of cuSPARSE": (no, 0.019, 7.76, 4.68, 16.6, no),
+    },
+    ("sum", "128", "float32", "fwd+bwd"): {"turbo-gnn": (no, 0.12, 43.4, 23.0, 62.9, no)},
+    ("mean", "128", "float32", "fwd"): {"cuDNN": (0.364, 0.051, 17.9, 9.1, 22.6, no)},
+    ("mean", "128", "float32", "fwd+bwd"): {"cuDNN": (4.34, 0.21, 95.6, 56.9, 117, no)},
+    ("max", "128", "float32", "fwd"): {
+        "turbo-gnn": (0.458, 0.022, 10.7, 6.16, 18.5, 141),
+        "cuDNN": (0.400, 0.052, 20.3, 10.6, 24.6, no),
+    },
+    ("max", "128", "float32", "fwd+bwd"): {
+        "turbo-gnn": (0.662, 0.028, 11.1, 6.47, 28.9, 153),
+        "cuDNN": (0.629, 0.28, 20.7, 10.9, 36.5, no),
+    },
+    ("max", "128", "bfloat16", "fwd"): {"turbo-gnn": (0.357, 0.026, 6.6, 4.2, 12.3, 139)},
+    ("max", "128", "bfloat16", "fwd+bwd"): {"turbo-gnn": (2.44, 0.14, 16.3, 8.6, 21.1, 2120)},
+}
+
+
+def peers() -> Iterator[Peer]:
+    """Every measured time of another package; their maxima give the gradient to one of several equal messages."""
+    return peers_of(_PEERS, "abcdph")
+
+
+KERNEL_PASSES = {"forward": "forward", "targets": "targets", "sources": "sources"}
+"""Word in the path of a kernel -> its pass."""
+
+SEGMENT = Family(tuple(AGGREGATIONS), DIRECTIONS, KERNEL_PASSES, SegmentCase.of, IMPLEMENTATIONS, check_groups, peers)

@@ -1,0 +1,284 @@
+"""Times training steps of real loops, all implementations of a row in turns in one process.
+
+``python -m benchmarks experiment=loops`` appends to ``<folder>/loops.csv`` what is not there yet for this state of
+the sources, and prints a summary. Losses and gradients of the first step are compared with PyG's in float64 first.
+"""
+
+from __future__ import annotations
+
+import copy
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from statistics import geometric_mean, median
+from typing import Any
+
+import torch
+
+from benchmarks.loops import profile
+from benchmarks.loops.cases import LOOPS, Case
+from benchmarks.loops.steps import BASELINE, Batches, First, Steps, first_step, gradients, in_float64, limited
+from benchmarks.results import MEASURED_ROOMS, Rows, Table, environment, markdown, now, source_digest
+from benchmarks.timing import Timer, Timing
+from pyg_dfgnn.errors import UnsupportedError, check_choice
+from pyg_dfgnn.graph import Graph
+from pyg_dfgnn.reference.tolerances import relative_error, worst_beside
+
+FIELDS = (
+    "loop model size implementation status ms iqr_ms blocks baseline baseline_ms ratio peak_mb warm_up_s "
+    "loss_error gradient_error drift note gpu torch cuda pyg cupy commit digest time"
+).split()
+KEY = ("loop", "model", "size", "implementation", "gpu", "torch")
+BOUND = 1e-4
+"""Relative error of the first loss and of its gradients, against PyG in float64."""
+DRIFT = 1e-2
+"""Relative difference of the loss from PyG's after the steps that warm up."""
+WARM_UP_STEPS, MIN_BLOCKS, MAX_BLOCKS = 20, 10, 200
+SLOWER = 0.98
+STOPPED_EARLY = 2
+MUSTS = (
+    # What, implementation, loops, geometric mean.
+    ("eager, new data", "ours", ("molecules", "superpixels", "sampled"), 1.5),
+    ("eager, small", "ours", ("small",), 2.0),
+    ("eager, own layers", "ours", ("own",), 1.3),
+    ("compiled", "ours_compile", tuple(LOOPS), 1.3),
+    ("captured", "ours_captured", ("molecules", "superpixels", "small"), 6.0),
+)
+
+Row = dict[str, Any]
+
+
+def cases_of(config: Mapping[str, Any]) -> list[Case]:
+    """The cases that a config chooses.
+
+    Raises:
+        ValueError: A loop or an implementation is not among the choices.
+    """
+    for loop in config["loops"]:
+        check_choice("loops", loop, tuple(LOOPS))
+    for name in config["implementations"]:
+        check_choice("implementations", name, tuple(BASELINE))
+    cases = [case for loop in config["loops"] for case in LOOPS[loop](config["small"])]
+    return [
+        case
+        for case in cases
+        if (not config["models"] or case.model in config["models"])
+        and (not config["sizes"] or case.size in config["sizes"])
+    ]
+
+
+class Turns:
+    """The implementations of one case, in turns.
+
+    Args:
+        case: What is measured.
+        names: Implementations; what they are compared with takes its turns too.
+        timer: The clock, with the device.
+        config: Of the experiment.
+    """
+
+    def __init__(self, case: Case, names: Sequence[str], timer: Timer, config: Mapping[str, Any]) -> None:
+        needed = {"pyg", *names, *(BASELINE[name] for name in names)}
+        self.case, self.timer, self.config = case, timer, config
+        self.names = [name for name in BASELINE if name in needed]
+        self.block = config["block"]
+        self.batches = Batches.on(timer.device, case)
+        self.pygs: dict[str, float] | None = None
+        self.loss: torch.Tensor | None = None
+        self.rows: dict[str, Row] = {}
+        self.steps: dict[str, Steps] = {}
+
+    def measure(self) -> dict[str, Row]:
+        """Rows by implementation: the reason why there is no time, or the time."""
+        torch.manual_seed(0)
+        torch._dynamo.reset()
+        batch = self.batches.take(0, 1)[0]
+        model = self.case.make(batch).to(self.timer.device)
+        reference = first_step(self.case, copy.deepcopy(model).double(), in_float64(batch))
+        for name in self.names:
+            self._warm_up(name, model, reference)
+        samples = self._samples()
+        for name in self.steps:
+            timing, row = Timing.of(samples[name]), self.rows[name]
+            row |= {"ms": f"{timing.median_ms:.5g}", "iqr_ms": f"{timing.iqr_ms:.3g}", "blocks": timing.n}
+            if (baseline := BASELINE[name]) in self.steps:
+                other = Timing.of(samples[baseline]).median_ms
+                # Of blocks next to each other, so that what slows the host for a while slows both.
+                ratio = median(theirs / own for theirs, own in zip(samples[baseline], samples[name]))
+                row |= {"baseline": baseline, "baseline_ms": f"{other:.5g}", "ratio": f"{ratio:.4g}"}
+        return self.rows
+
+    def _warm_up(self, name: str, model: torch.nn.Module, reference: First) -> None:
+        """Compare the first step of an implementation, and take it to where its steps are timed."""
+        row: Row = {"implementation": name}
+        self.rows[name] = row
+        timer, started = self.timer, time.perf_counter()
+        try:
+            with limited(self.config["warm_up_limit_s"]):
+                steps = Steps(name, self.case, model, self.batches)
+                row["note"] = steps.note
+                loss = steps.take(steps.batches.take(0, 1))
+                errors = First(loss, gradients(steps.model)).errors(reference)
+                row |= {"loss_error": f"{errors['loss']:.2e}", "gradient_error": f"{errors['gradient']:.2e}"}
+                if name == "pyg":
+                    self.pygs = errors
+                worst = worst_beside(errors, BOUND, self.pygs)
+                if not worst.is_right:
+                    what = f"first {worst.name} {worst.error:.1e}, allowed {worst.allowed:.1e}"
+                    row["status"] = f"WRONG: error of the {what}"
+                    return
+                loss = steps.take(steps.batches.take(1, WARM_UP_STEPS - 1))
+                timer.synchronize()
+                self.loss = loss if self.loss is None else self.loss
+                drift = relative_error(loss, self.loss)
+                row |= {"drift": f"{drift:.2e}", "warm_up_s": f"{time.perf_counter() - started:.3g}"}
+                if not drift <= DRIFT:
+                    row["status"] = f"WRONG: the loss of the last step before is {drift:.1e} from PyG's"
+                    return
+                batch = steps.batches.take(0, 1)[0]
+                peak = timer.peak_mb(lambda: steps.call(batch))
+                # A replay runs in memory that its capture has kept.
+                has_peak = peak is not None and name != "ours_captured"
+                row |= {"peak_mb": f"{peak:.5g}" if has_peak else "", "status": "ok"}
+                self.steps[name] = steps
+        except Exception as error:
+            row["status"] = reason(error)
+
+    def _samples(self) -> dict[str, list[float]]:
+        """Milliseconds per step of each block."""
+        samples: dict[str, list[float]] = {name: [] for name in self.steps}
+        budget = self.config["seconds"] * len(self.steps)
+        spent, index = 0.0, 0
+        while self.steps and index < MAX_BLOCKS and (index < MIN_BLOCKS or spent < budget):
+            for name in list(self.steps)[:: 1 if index % 2 else -1]:
+                steps = self.steps[name]
+                batches = steps.batches.take(index * self.block, self.block)
+                self.timer.synchronize()
+                started = time.perf_counter()
+                try:
+                    steps.take(batches)
+                    self.timer.synchronize()
+                except Exception as error:
+                    self.rows[name]["status"] = reason(error)
+                    del self.steps[name]
+                    continue
+                elapsed = time.perf_counter() - started
+                spent += elapsed
+                samples[name].append(1e3 * elapsed / self.block)
+            index += 1
+        return samples
+
+
+def reason(error: Exception) -> str:
+    """Why there is no time, in one line."""
+    kind = "not run" if isinstance(error, UnsupportedError) else f"failed: {type(error).__name__}"
+    return " ".join(f"{kind}: {error}".split())[:400]
+
+
+def build_rows(timer: Timer, small: bool) -> Iterator[Row]:
+    """Microseconds that the host needs for a graph of fresh edges, and for its second order too, as milliseconds."""
+    nodes, edges = (30, 90) if small else (2708, 10880)
+    edge_index = torch.randint(nodes, (2, edges), generator=torch.Generator().manual_seed(0)).to(timer.device)
+    for name in ("csr", "csr+csc"):
+        samples = []
+        for _ in range(40):
+            fresh = edge_index.clone()
+            timer.synchronize()
+            started = time.perf_counter()
+            graph = Graph.of(fresh, nodes)
+            if name == "csr+csc":
+                _ = graph.csc
+            timer.synchronize()
+            samples.append(1e3 * (time.perf_counter() - started))
+        timing = Timing.of(samples[10:])
+        row = {"loop": "host", "model": "graph_of", "size": name, "implementation": "ours", "status": "ok"}
+        yield {**row, "ms": f"{timing.median_ms:.5g}", "iqr_ms": f"{timing.iqr_ms:.3g}", "blocks": timing.n}
+
+
+def run(config: Mapping[str, Any]) -> int:
+    """Measure, or profile, what the config names; return the exit code, 2 where time ran out."""
+    device = config["device"]
+    device = torch.device(("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device)
+    is_published = device.type == "cuda" and not config["small"]
+    folder = Path(config["folder"] or ("results" if is_published else "outputs"))
+    cases, timer = cases_of(config), Timer(device)
+    if config["profile"]:
+        for case in cases:
+            profile.run(case, config["implementations"], timer, config["block"])
+        return 0
+    # Compiled steps of one class but of several models count together.
+    torch._dynamo.config.recompile_limit = 64
+    table = Table(folder / "loops.csv", FIELDS)
+    if config["restart"]:
+        table.keep([])
+    made = environment(device) | {"digest": source_digest((*MEASURED_ROOMS, "nn", "capture"))}
+    code = 0 if config["summary"] else _measure(cases, table, timer, config, made)
+    print(summary(table.rows()))
+    return code
+
+
+def _measure(
+    cases: Sequence[Case], table: Table, timer: Timer, config: Mapping[str, Any], made: Mapping[str, str]
+) -> int:
+    """Append the rows that are not there; return 2 where time ran out, else 0."""
+    started = time.perf_counter()
+    done = {tuple(row[name] for name in KEY) for row in table.rows() if row["digest"] == made["digest"]}
+
+    def is_missing(row: Row) -> bool:
+        return tuple({**made, **row}[name] for name in KEY) not in done
+
+    def keep(rows: Sequence[Row]) -> None:
+        table.append({**made, "time": now(), **row} for row in rows)
+        print(*map(line, rows), sep="\n", flush=True)
+
+    for case in cases:
+        key = {"loop": case.loop, "model": case.model, "size": case.size}
+        names = [name for name in config["implementations"] if is_missing({**key, "implementation": name})]
+        if not names:
+            continue
+        if time.perf_counter() - started > config["limit_s"]:
+            print(f"stopped after {config['limit_s']} s; the same command goes on")
+            return STOPPED_EARLY
+        try:
+            rows = Turns(case, names, timer, config).measure()
+        except Exception as error:
+            rows = {name: {"implementation": name, "status": reason(error)} for name in names}
+        keep([{**key, **rows[name]} for name in names])
+        timer.release()
+    if "host" in config["loops"] and "ours" in config["implementations"] and not config["models"]:
+        keep([row for row in build_rows(timer, config["small"]) if is_missing(row)])
+    return 0
+
+
+def line(row: Mapping[str, Any]) -> str:
+    """One row for people."""
+    name = f"{row['loop']:<12} {row['model']:<18} {row['size']:<16} {row['implementation']:<14}"
+    if row["status"] != "ok":
+        return f"{name} {row['status']}"
+    beside = f"{row['ratio']:>6} of {row['baseline']}" if row.get("ratio") else ""
+    return f"{name} {row['ms']:>9} ms  {beside}  {row.get('peak_mb', '')} MB {row.get('note', '')}"
+
+
+def summary(rows: Rows) -> str:
+    """Per loop and implementation the geometric mean of the ratios; the musts, slower rows and those without times.
+
+    Of rows of one name the last counts.
+    """
+    rows = list({tuple(row[name] for name in KEY): row for row in rows}.values())
+    ratios: dict[tuple[str, str], list[float]] = {}
+    for row in rows:
+        if row["ratio"] and row["implementation"] != "pyg":
+            ratios.setdefault((row["loop"], row["implementation"]), []).append(float(row["ratio"]))
+    parts = [
+        [loop, name, BASELINE[name], len(values), f"{geometric_mean(values):.3g}", f"{min(values):.3g}",
+         sum(value < SLOWER for value in values)]
+        for (loop, name), values in ratios.items()
+    ]  # fmt: skip
+    text = markdown(["loop", "implementation", "beside", "rows", "geometric mean", "least", "slower by 2 %"], parts)
+    for what, name, loops, needed in MUSTS:
+        if values := [value for loop in loops for value in ratios.get((loop, name), [])]:
+            slower = sum(value < SLOWER for value in values)
+            text += f"\n{what}: {geometric_mean(values):.3g} times (must: {needed:g}), {slower} of {len(values)} slower"
+    slow = [row for row in rows if row["ratio"] and float(row["ratio"]) < SLOWER and row["implementation"] != "pyg"]
+    text += "".join(f"\nslower: {line(row)}" for row in slow)
+    return text + "".join(f"\nno time: {line(row)}" for row in rows if row["status"] != "ok")

@@ -1,0 +1,142 @@
+"""The figure of timing results: how many times faster than a baseline, as bars per graph.
+
+``python -m benchmarks.plots results/bench/<gpu>/fig9.csv --baseline unfused`` draws the PNG beside a CSV anew.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Mapping, Sequence
+from io import BytesIO
+from pathlib import Path
+from typing import Any
+
+from benchmarks.cases import TITLES
+from benchmarks.results import Rows, Table
+from benchmarks.tables import in_order, timed, times_faster
+
+DRAWN_DIRECTIONS = ("fwd", "fwd+bwd")
+"""Directions that have a row of panels; passes have one each where nothing was timed through autograd."""
+
+Panel = Mapping[str, Mapping[str, float]]
+"""Group of bars -> label of a bar -> times faster; a group without bars is one where the baseline has no time."""
+
+
+def speedup_figure(panels: Mapping[tuple[str, str], Panel], baseline: str, title: str) -> Any:
+    """Bars that start at 1, the baseline, on a logarithmic axis.
+
+    Args:
+        panels: (row, column) of a panel -> its bars.
+        baseline: Name of what is compared with.
+        title: Title of the figure.
+
+    Returns:
+        A matplotlib figure.
+    """
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+    from matplotlib.patches import Patch
+    from matplotlib.ticker import LogLocator, NullLocator
+
+    rows, columns = (list(dict.fromkeys(place[axis] for place in panels)) for axis in (0, 1))
+    groups = max(len(panel) for panel in panels.values())
+    figure = Figure(figsize=(max(3.2, 0.9 * groups) * len(columns), 2.4 * len(rows) + 0.6), layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.subplots(len(rows), len(columns), squeeze=False)
+    labels = sorted(
+        {label for panel in panels.values() for bars in panel.values() for label in bars},
+        key=lambda label: (not label.startswith("ours"), label),
+    )
+    width = 0.8 / max(1, len(labels))
+    for (row, column), panel in panels.items():
+        axis = axes[rows.index(row)][columns.index(column)]
+        for index, label in enumerate(labels):
+            heights = {place: bars[label] for place, bars in enumerate(panel.values()) if label in bars}
+            shifted = [place + (index - (len(labels) - 1) / 2) * width for place in heights]
+            tops = [height - 1.0 for height in heights.values()]
+            axis.bar(shifted, tops, width, bottom=1.0, color=f"C{index}")
+        for place, bars in enumerate(panel.values()):
+            if not bars:
+                axis.text(place, 1.05, f"no time of\n{baseline}", ha="center", va="bottom", fontsize="xx-small")
+        axis.axhline(1.0, color="black", linewidth=0.8)
+        factors = [factor for bars in panel.values() for factor in bars.values()]
+        axis.set_yscale("log")
+        axis.set_ylim(
+            min([0.9, *(0.8 * factor for factor in factors)]), max([2.0, *(1.3 * factor for factor in factors)])
+        )
+        axis.yaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
+        axis.yaxis.set_major_formatter("{x:g}")
+        axis.yaxis.set_minor_locator(NullLocator())
+        axis.set_xticks(range(len(panel)), panel, fontsize="small", rotation=30)
+        axis.grid(axis="y", alpha=0.3)
+        axis.set_title(" ".join(filter(None, (column, row))), fontsize="medium")
+    for axis in axes[:, 0]:
+        axis.set_ylabel(f"times faster than\n{baseline}", fontsize="small")
+    handles = [Patch(color=f"C{index}", label=label) for index, label in enumerate(labels)]
+    figure.legend(handles=handles, loc="outside lower center", fontsize="small", ncols=4)
+    figure.suptitle(title, fontsize="medium")
+    return figure
+
+
+def panels_of(rows: Rows, baseline: str) -> dict[tuple[str, str], Panel]:
+    """The bars in float32 of the first size that was measured; of one graph, the bars of every size side by side."""
+    rows = [row for row in rows if row["dtype"] == "float32"]
+    shown, factors = timed(rows), times_faster(rows, baseline)
+    directions = [name for name in DRAWN_DIRECTIONS if name in {row["direction"] for row in shown}]
+    directions = directions or list(dict.fromkeys(row["direction"] for row in shown))
+    sizes = list(dict.fromkeys(row["size"] for row in shown))
+    graphs = in_order(row["graph"] for row in shown)
+    panels: dict[tuple[str, str], Panel] = {}
+    for direction in directions:
+        for layer in sorted({row["layer"] for row in shown}):
+            if len(graphs) == 1:
+                panel = {size: factors.get((layer, size, direction, graphs[0]), {}) for size in sizes}
+            else:
+                panel = {graph: factors.get((layer, sizes[0], direction, graph), {}) for graph in graphs}
+            panels[direction, layer] = panel
+    return panels
+
+
+def draw(rows: Rows, baseline: str, path: Path) -> Path | None:
+    """Draws the figure of an experiment.
+
+    Args:
+        rows: The rows of its CSV.
+        baseline: What speed-ups compare with: an implementation or a schedule.
+        path: The file to write.
+
+    Returns:
+        The path; None where nothing was timed beside the baseline.
+    """
+    panels = panels_of(rows, baseline)
+    if not any(bars for panel in panels.values() for bars in panel.values()):
+        return None
+    figure = speedup_figure(panels, TITLES.get(baseline, baseline), f"{path.stem}, {rows[0]['gpu']}")
+    save_figure(figure, path)
+    return path
+
+
+def save_figure(figure: Any, path: Path) -> None:
+    """Write a figure of matplotlib in 64 colours, which take a third of the bytes of all."""
+    from PIL import Image
+
+    with BytesIO() as whole:
+        figure.savefig(whole, format="png", dpi=110)
+        Image.open(whole).convert("RGB").quantize(64, dither=Image.Dither.NONE).save(path, optimize=True)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("csv", type=Path, help="of an experiment")
+    parser.add_argument("--baseline", default="pyg", help="implementation or schedule (default: %(default)s)")
+    options = parser.parse_args(arguments)
+    path = draw(Table.read(options.csv), options.baseline, options.csv.with_suffix(".png"))
+    if path is None:
+        parser.error(f"{options.csv} has no time beside one of --baseline={options.baseline}")
+    print(path)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,416 @@
+"""Times operations side by side with their baselines, as an experiment of ``benchmarks/configs`` says.
+
+``python -m benchmarks experiment=fig9`` appends to ``results/bench/<gpu>/fig9.csv`` what is not there yet for this
+state of the sources, prints the tables and draws the figure. An implementation is first compared with float64, outputs
+and gradients on every row; one that fails prints WRONG and gets no time.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from benchmarks import plots, tables
+from benchmarks.case import DTYPES, Case, Implementation, forward_backward
+from benchmarks.cases import FAMILY_OF, implementation_of
+from benchmarks.experiment import Experiment, Job
+from benchmarks.graphs import benchmark_graph, compare_with_recipe, compressed, recipe_of
+from benchmarks.isolated import EndedError, results
+from benchmarks.prepare import collect_specs, in_force, rounded_problem
+from benchmarks.results import Rows, Table, environment, file_stem, now
+from benchmarks.timing import RELEASED_ELEMENTS, Call, Timer, Timing
+from pyg_dfgnn.dispatch.gpu import gpu_of
+from pyg_dfgnn.errors import UnsupportedError
+from pyg_dfgnn.graph import Graph
+from pyg_dfgnn.reference.oracle import Inputs
+from pyg_dfgnn.reference.tolerances import worst_beside
+from pyg_dfgnn.reference.zoo import EdgeList
+from pyg_dfgnn.runtime.compiler import CompileError, precompile
+from pyg_dfgnn.statements.spec import Spec
+
+FIELDS = (
+    "experiment graph nodes edges max_degree op layer size dtype implementation schedule direction state status "
+    "median_ms iqr_ms n ran compulsory_mb utilisation host_us peak_mb error worst bound "
+    "gpu torch cuda pyg cupy commit digest time"
+).split()
+
+FLUSHED_BELOW_BYTES = 300e6
+"""Graphs with fewer compulsory forward bytes fit the cache: they are also timed flushed and as a replayed graph."""
+ON_A_CPU = """\
+Without a GPU no kernel runs: "ours" is the reference in plain torch. The times below say nothing about the kernels, so
+no speed-ups are drawn."""
+
+Row = dict[str, Any]
+Reference = tuple[Inputs, Tensor, dict[str, Tensor]]
+"""Rounded inputs, gradient of the output, and the float64 results."""
+
+
+def graph_columns(graph: EdgeList) -> Row:
+    """The columns that describe a graph."""
+    return {"graph": graph.name, "nodes": graph.num_dst, "edges": graph.num_edges, "max_degree": graph.max_degree}
+
+
+def job_columns(job: Job, device: torch.device) -> Row:
+    """The columns that name a measurement, and what it was made with."""
+    case = job.case
+    return {
+        "graph": job.graph,
+        "op": case.op,
+        "layer": case.layer,
+        "size": case.size,
+        "dtype": job.dtype,
+        "implementation": job.implementation,
+        "schedule": job.schedule,
+        "time": now(),
+        **environment(device),
+    }
+
+
+def timing_columns(timing: Timing) -> Row:
+    """The columns of a median."""
+    return {"median_ms": f"{timing.median_ms:.5g}", "iqr_ms": f"{timing.iqr_ms:.3g}", "n": timing.n}
+
+
+class Measurement:
+    """All rows of one job: correctness first, then times.
+
+    Args:
+        job: What to measure.
+        graph: The graph of the job.
+        reference: What the results are compared with.
+        timer: The clock.
+        states: Which of 'warm', 'flushed' and 'replay' to time.
+    """
+
+    def __init__(self, job: Job, graph: EdgeList, reference: Reference, timer: Timer, states: Sequence[str]) -> None:
+        self.job, self.case, self.graph, self.timer = job, job.case, graph, timer
+        implementation = implementation_of(job.case.op, job.implementation)
+        assert implementation is not None
+        self.implementation = implementation
+        self.is_fused = job.implementation == "fused"
+        inputs, grad_out, self.expected = reference
+        self.dtype = DTYPES[job.dtype]
+        self.leaves = {name: tensor.to(self.dtype, copy=True).requires_grad_() for name, tensor in inputs.items()}
+        self.grad_out = grad_out.to(self.dtype)
+        self.bound = max(self.case.bound(job.dtype), self.implementation.error_bound)
+        self.base: Row = {**job_columns(job, graph.device), **graph_columns(graph), "bound": self.bound}
+        is_small = self.case.compulsory_bytes(graph, "fwd", 4) < FLUSHED_BELOW_BYTES
+        self.states = [state for state in states if state == "warm" or is_small]
+
+    def rows(self, memory_bytes: float) -> Iterator[Row]:
+        """One row per direction and state, or per direction the reason why there is none."""
+        forward_only = [d for d in self.job.directions if d == "fwd"]
+        training = [d for d in self.job.directions if d != "fwd"]
+        with in_force(self.job.schedule or "auto", self.job.dtype):
+            unbounded: list[str] = []
+            if self.is_fused:
+                plan = self.case.plan(self.job.dtype, self.graph)
+                self.base["ran"] = " ".join(f"{name}={schedule}" for name, (schedule, _) in plan.items()) or "reference"
+                unbounded = self.case.unbounded_reasons(self.job.dtype, self.graph.device)
+            for directions in filter(None, (forward_only, training)):
+                reasons = self.implementation.reasons(self.case, self.graph, directions is training, memory_bytes)
+                if reasons := [*unbounded, *reasons]:
+                    yield from self._without_times(directions, "not run: " + "; ".join(reasons))
+                    continue
+                try:
+                    yield from self._measure(directions, directions is training, memory_bytes)
+                except UnsupportedError as error:
+                    yield from self._without_times(directions, "not run: " + "; ".join(error.reasons))
+                except (RuntimeError, NotImplementedError, ValueError) as error:
+                    message = " ".join(f"{type(error).__name__}: {error}".split())[:300]
+                    yield from self._without_times(directions, f"failed: {message}")
+                if self.graph.num_edges * self.case.width > RELEASED_ELEMENTS:
+                    self.timer.release()
+
+    def _without_times(self, directions: Sequence[str], status: str) -> Iterator[Row]:
+        yield from ({**self.base, "direction": direction, "status": status} for direction in directions)
+
+    def _measure(self, directions: Sequence[str], training: bool, memory_bytes: float) -> Iterator[Row]:
+        forward = self.implementation.prepare(self.case, self.graph, self.leaves)
+        leaves = list(self.leaves.values())
+        with nullcontext() if training else torch.no_grad():
+            base = {**self.base, **self._gate(forward(), training, memory_bytes)}
+            if base["status"] != "ok":
+                yield from ({**base, "direction": direction} for direction in directions)
+                return
+
+            def both() -> tuple[Tensor, ...]:
+                return torch.autograd.grad(forward(), leaves, self.grad_out)
+
+            if "fwd" in directions:
+                yield from self._times(forward, {**base, "direction": "fwd"})
+            if "fwd+bwd" in directions:
+                yield from self._times(both, {**base, "direction": "fwd+bwd"})
+            if "bwd" in directions:
+                out = forward()
+
+                def backward() -> tuple[Tensor, ...]:
+                    return torch.autograd.grad(out, leaves, self.grad_out, retain_graph=True)
+
+                yield self._timed({**base, "direction": "bwd", "state": "warm"}, self.timer.time(backward))
+            family = FAMILY_OF[self.case.op]
+            passes = [name for name in family.passes if name in directions]
+            if passes:
+                timings = self.timer.passes(both, family.pass_of_kernel)
+                with torch.no_grad():
+                    timings.update(self.timer.passes(forward, family.pass_of_kernel))
+                for name in passes:
+                    row = {**base, "direction": name, "state": "warm"}
+                    if name in timings:
+                        yield self._timed(row, timings[name])
+                    else:
+                        yield {**row, "status": "not run: launches no kernel"}
+
+    def _gate(self, out: Tensor, training: bool, memory_bytes: float) -> Row:
+        """The comparison with float64: status, the tensor that is furthest beyond its bound, its error, that bound."""
+        errors = self._errors(out, training)
+        worst = worst_beside(errors, self.bound)
+        if not worst.is_right and (other := self._beside(training, memory_bytes)) is not None:
+            del out
+            pygs = self._errors(other.prepare(self.case, self.graph, self.leaves)(), training)
+            worst = worst_beside(errors, self.bound, pygs)
+        status = "ok" if worst.is_right else "WRONG"
+        return {
+            "status": status,
+            "worst": worst.name,
+            "error": f"{worst.error:.2e}",
+            "bound": float(f"{worst.allowed:.3g}"),
+        }
+
+    def _errors(self, out: Tensor, training: bool) -> dict[str, float]:
+        """The errors of an output and, in training, of its gradients."""
+        actual = forward_backward(out, self.leaves, self.grad_out) if training else {"out": out}
+        expected = self.expected if training else {"out": self.expected["out"]}
+        return self.case.errors(self.graph, actual, expected, self.grad_out).named
+
+    def _beside(self, training: bool, memory_bytes: float) -> Implementation | None:
+        """The implementation whose own error decides where the bound is exceeded; None if it cannot run here."""
+        other = implementation_of(self.case.op, FAMILY_OF[self.case.op].beside)
+        if other is None or self.job.dtype not in other.dtypes:
+            return None
+        return None if other.reasons(self.case, self.graph, training, memory_bytes) else other
+
+    def _times(self, call: Call, base: Row) -> Iterator[Row]:
+        peak_mb = self.timer.peak_mb(call)
+        extra = {
+            "host_us": f"{self.timer.host_us(call):.1f}",
+            "peak_mb": "" if peak_mb is None else f"{peak_mb:.1f}",
+        }
+        for state in self.states:
+            row = {**base, "state": state}
+            if state == "replay":
+                if self.is_fused and self.timer.on_gpu:
+                    yield self._replayed(call, row)
+            else:
+                timing = self.timer.time(call, flushed=state == "flushed")
+                yield {**self._timed(row, timing), **(extra if state == "warm" else {})}
+
+    def _replayed(self, call: Call, row: Row) -> Row:
+        try:
+            return self._timed(row, self.timer.time(self.timer.replay(call)))
+        except RuntimeError as error:
+            return {**row, "status": f"failed: {' '.join(str(error).split())[:300]}"}
+
+    def _timed(self, row: Row, timing: Timing) -> Row:
+        compulsory = self.case.compulsory_bytes(self.graph, row["direction"], self.dtype.itemsize)
+        bytes_per_s = gpu_of(self.graph.device).memory_bytes_per_s
+        return {
+            **row,
+            **timing_columns(timing),
+            "compulsory_mb": f"{compulsory / 1e6:.4g}",
+            "utilisation": f"{compulsory / bytes_per_s / (timing.median_ms / 1e3):.4f}",
+        }
+
+
+def graph_build_rows(graph: EdgeList, timer: Timer) -> list[Row]:
+    """Wall time of building the cached CSR and CSC from ``edge_index``, each the median of five."""
+    base: Row = {
+        **graph_columns(graph),
+        "op": "graph",
+        "layer": "graph build",
+        "dtype": "int32",
+        "implementation": "fused",
+        "state": "warm",
+        "status": "ok",
+        "time": now(),
+        **environment(graph.device),
+    }
+    samples: dict[str, list[float]] = {"csr": [], "csc": []}
+    for _ in range(6):
+        Graph.clear_cache()
+        build = partial(compressed, graph)
+        samples["csr"].append(timer.wall_ms(build))
+        samples["csc"].append(timer.wall_ms(partial(getattr, build(), "csc")))
+    # The first build warms up.
+    return [{**base, "direction": side, **timing_columns(Timing.of(values[1:]))} for side, values in samples.items()]
+
+
+def reference_of(case: Case, graph: EdgeList, dtype: str) -> Reference:
+    """Return the inputs, output gradient and float64 reference that the results of a case are compared with."""
+    inputs, grad_out = rounded_problem(case, graph, [dtype])
+    return inputs, grad_out, case.reference(graph, inputs, grad_out)
+
+
+def memory_bytes_of(device: torch.device) -> float:
+    """Memory of a device; unlimited without a GPU."""
+    return torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else float("inf")
+
+
+def rows_of_job(experiment: Experiment, job: Job) -> Iterator[Row]:
+    """All rows of one job, from its graph on: the work of a process of its own."""
+    graph = benchmark_graph(job.graph, experiment.device, small=experiment.small)
+    timer = Timer(experiment.device, experiment.pace)
+    reference = reference_of(job.case, graph, job.dtype)
+    yield from Measurement(job, graph, reference, timer, experiment.states).rows(memory_bytes_of(experiment.device))
+
+
+def run(config: Mapping[str, Any]) -> int:
+    """Measures what the CSV of an experiment lacks, then prints its tables and draws its figure.
+
+    Args:
+        config: Composed from ``benchmarks/configs/bench.yaml``, resolved.
+
+    Returns:
+        0: all done; 1: a result of ours is wrong; 2: stopped early.
+    """
+    experiment = Experiment.of(config)
+    folder = experiment.folder / file_stem(experiment.device, experiment.small)
+    path = folder / f"{experiment.file}.csv"
+    if experiment.restart:
+        path.unlink(missing_ok=True)
+    table = Table(path, FIELDS)
+    finished = experiment.summary or _Runner(experiment, table).run()
+    # Rows of other sources stay until the same thing has been measured anew.
+    rows = tables.latest(table.rows())
+    if rows:
+        table.keep(rows)
+    on_gpu = experiment.device.type == "cuda"
+    if rows:
+        if not on_gpu:
+            print(ON_A_CPU)
+        print(tables.summary(rows, experiment.baseline, speedups=on_gpu))
+        if on_gpu:
+            drawn = plots.draw(rows, experiment.baseline, path.with_suffix(".png"))
+            print(drawn or "nothing was timed, so no figure is drawn")
+    print(f"{len(rows)} rows in {path}")
+    if any(row["status"] == "WRONG" and row["implementation"] == "fused" for row in rows):
+        return 1
+    return 0 if finished else 2
+
+
+class _Runner:
+    def __init__(self, experiment: Experiment, table: Table) -> None:
+        self.experiment, self.table = experiment, table
+        self.device = experiment.device
+        self.timer = Timer(self.device, experiment.pace)
+        self.environment = environment(self.device)
+        self.memory_bytes = memory_bytes_of(self.device)
+        self.compiled: set[Spec] = set()
+        self.started = time.perf_counter()
+
+    def run(self) -> bool:
+        """False when time ran out."""
+        rows = self.table.rows()
+        todo = {graph: self.experiment.missing(graph, rows, self.environment) for graph in self.experiment.graphs}
+        print(f"{self.experiment.name}: {sum(map(len, todo.values()))} measurements", flush=True)
+        return all(self._graph(graph, jobs) for graph, jobs in todo.items() if jobs)
+
+    def _print(self, text: str) -> None:
+        print(f"[{time.perf_counter() - self.started:5.0f} s] {text}", flush=True)
+
+    def _out_of_time(self) -> bool:
+        is_over = time.perf_counter() - self.started > self.experiment.limit_s
+        if is_over:
+            print(f"stopped after {self.experiment.limit_s:g} s; run again to resume")
+        return is_over
+
+    def _graph(self, name: str, jobs: Sequence[Job]) -> bool:
+        """All jobs on one graph; False when time ran out."""
+        if self._out_of_time():
+            return False
+        small = self.experiment.small
+        try:
+            graph = benchmark_graph(name, self.device, small=small)
+        except (FileNotFoundError, ImportError) as error:
+            self._print(f"skipped graph {name}: {error}")
+            return True
+        if not small:
+            self._print(compare_with_recipe(graph, recipe_of(name)))
+        self._compile(jobs, graph)
+        if ("graph", name) not in {(row["op"], row["graph"]) for row in self.table.rows()}:
+            self._append(graph_build_rows(graph, self.timer))
+        kept: tuple[tuple[Case, str], Reference] | None = None
+        for job in jobs:
+            if self._out_of_time():
+                return False
+            if self.experiment.is_isolated(job):
+                self._isolated(job, graph)
+                continue
+            if refused := self._refused(job, graph):
+                self._append(refused)
+                continue
+            key = job.case, job.dtype
+            if kept is None or kept[0] != key:
+                # Not both at once: on the largest graphs each takes gigabytes.
+                kept = None
+                kept = key, reference_of(job.case, graph, job.dtype)
+            measurement = Measurement(job, graph, kept[1], self.timer, self.experiment.states)
+            self._append(list(measurement.rows(self.memory_bytes)))
+        Graph.clear_cache()
+        self.timer.release()
+        return True
+
+    def _refused(self, job: Job, graph: EdgeList) -> list[Row]:
+        """The rows of a job that cannot run in any direction: no reference is needed to say so."""
+        base = {**job_columns(job, self.device), **graph_columns(graph)}
+        implementation = implementation_of(job.case.op, job.implementation)
+        assert implementation is not None
+        rows = []
+        for direction in job.directions:
+            reasons = implementation.reasons(job.case, graph, direction != "fwd", self.memory_bytes)
+            if not reasons:
+                return []
+            rows.append({**base, "direction": direction, "status": "not run: " + "; ".join(reasons)})
+        return rows
+
+    def _isolated(self, job: Job, graph: EdgeList) -> None:
+        """Each direction in a process of its own, with a limit of its own."""
+        for direction in job.directions:
+            work = self.experiment, replace(job, directions=(direction,))
+            try:
+                self._append(list(results(rows_of_job, work, self.experiment.isolated.limit_s)))
+            except EndedError as ended:
+                base = {**job_columns(job, self.device), **graph_columns(graph)}
+                self._append([{**base, "direction": direction, "status": str(ended)}])
+
+    def _append(self, rows: Rows) -> None:
+        rows = [{**row, "experiment": self.experiment.name} for row in rows]
+        self.table.append(rows)
+        for row in rows:
+            self._print(tables.line(row))
+
+    def _compile(self, jobs: Sequence[Job], graph: EdgeList) -> None:
+        """Compiles the fused kernels that no earlier graph needed, in parallel, before anything is timed."""
+        workers = self.experiment.workers
+        if not workers or graph.device.type != "cuda":
+            return
+        wanted = dict.fromkeys((job.case, job.dtype, job.schedule) for job in jobs if job.implementation == "fused")
+        needed: dict[Spec, None] = {}
+        for case, dtype, schedule in wanted:
+            needed.update(dict.fromkeys(collect_specs([case], [graph], [dtype], schedule)))
+        new = [spec for spec in needed if spec not in self.compiled]
+        self.compiled.update(new)
+        # A few kernels compile faster one by one than a pool of processes starts.
+        if len(new) > workers:
+            try:
+                precompile(new, workers)
+            except CompileError as error:
+                # The measurement that needs the kernel meets the error again and lists it.
+                self._print(str(error).splitlines()[0])

@@ -1,0 +1,342 @@
+"""Table 2 of the DF-GNN paper: what a training step takes, phase by phase, with each backend.
+
+python -m benchmarks.table2                                     the graph transformer on the seven data sets
+python -m benchmarks.table2 -m model=gat_stack,agnn_stack       the other layers
+python -m benchmarks.table2 datasets=[cora] backends=[pyg,auto] any value of benchmarks/configs/table2.yaml
+
+A command of the bench, not a sweep of train.py: a cell is no run with epochs and a validation split, cells share their
+data sets and are compared with each other before they are timed, and one that does not come back must end alone.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib
+import json
+import os
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, fields
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import hydra
+import torch
+from hydra.core.hydra_config import HydraConfig
+from hydra.utils import instantiate
+from omegaconf import DictConfig, OmegaConf
+
+from benchmarks import CONFIGS, table2_report
+from benchmarks.isolated import EndedError, results
+from benchmarks.results import MEASURED_ROOMS as LAYER_ROOMS
+from benchmarks.results import Table, default_folder, environment, file_stem, now, source_digest
+from benchmarks.table2_steps import (
+    PHASES,
+    STEP_BY_STEP,
+    Backend,
+    Disagreement,
+    Measured,
+    Pace,
+    Reference,
+    Setup,
+    Source,
+    measure,
+)
+from benchmarks.training_config import training_config
+from pyg_dfgnn.datasets import Task
+from pyg_dfgnn.errors import UnsupportedError, check_range
+from pyg_dfgnn.paths import configs_dir
+from pyg_dfgnn.training.run import make_model
+
+FIELDS = [
+    *"model setting dataset task synthetic graphs nodes edges backend status".split(),
+    *(f"{phase}_{part}" for phase in (*PHASES, "sum", "step") for part in ("ms", "iqr_ms")),
+    *"once n reference_sum_ms wall_ms first_step_s peak_mb reference loss_difference gradient_difference".split(),
+    *(*STEP_BY_STEP, "bound"),
+    *"gpu torch cuda pyg cupy commit digest time".split(),
+]
+MEASURED_ROOMS = (*LAYER_ROOMS, "nn", "models", "training")
+"""Rooms whose text decides what a step of ours takes."""
+
+OUT_OF_MEMORY = "not run: out of memory"
+
+OmegaConf.register_new_resolver("training_configs", configs_dir, replace=True)
+
+Row = dict[str, Any]
+Message = Row | None
+"""The row of a cell; None: a sign of life."""
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One backend on one data set.
+
+    Attributes:
+        dataset: Choice of `data`.
+        backend: What it is trained with.
+        task: Instantiated to the data set; equal for all cells of it.
+    """
+
+    dataset: str
+    backend: Backend
+    task: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Options:
+    """The keys of `benchmarks/configs/table2.yaml`, explained there; `model_name` is the choice of `model`.
+
+    Raises:
+        ValueError: A value is out of range.
+    """
+
+    model_name: str
+    model: dict[str, Any]
+    optimizer: dict[str, Any]
+    datasets: list[str]
+    backends: list[str]
+    convs: dict[str, str]
+    batch_size: int
+    num_batches: int
+    arguments: dict[str, Any]
+    pace: Pace
+    device: torch.device
+    limit_s: float | None
+    total_limit_s: float
+    folder: Path
+    summary: bool
+
+    @staticmethod
+    def of(config: Mapping[str, Any], model_name: str) -> Options:
+        """From a resolved config."""
+        values = {**config, "model_name": model_name, "pace": Pace(**config["pace"])}
+        if values["device"] == "auto":
+            values["device"] = "cuda" if torch.cuda.is_available() else "cpu"
+        values["device"] = torch.device(values["device"])
+        values["folder"] = Path(values["folder"] or default_folder("table2", values["device"]))
+        for name in ("batch_size", "num_batches"):
+            check_range(name, values[name], 1)
+        return Options(**{field.name: values[field.name] for field in fields(Options)})
+
+    @property
+    def setting(self) -> str:
+        """Digest of all that a time depends on beside the data set and the backend: rows of another are not its own."""
+        # How often turns are taken makes a time steadier, not another one.
+        pace = {name: value for name, value in asdict(self.pace).items() if name != "rounds"}
+        of_all = self.model, self.optimizer, self.batch_size, self.num_batches, self.arguments, pace
+        return hashlib.sha256(json.dumps(of_all, sort_keys=True, default=str).encode()).hexdigest()[:8]
+
+    def provenance(self) -> Row:
+        """Return the model, setting, environment and source digest of the rows of a cell."""
+        named = {"model": self.model_name, "setting": self.setting}
+        return {**named, **environment(self.device), "digest": source_digest(MEASURED_ROOMS)}
+
+    def cells(self) -> list[Cell]:
+        """Data set by data set."""
+        return [self._cell(dataset, name) for dataset in self.datasets for name in self.backends]
+
+    def _cell(self, dataset: str, backend: str) -> Cell:
+        convs = self.convs.get(backend)
+        chosen = [f"backend={backend}"] if convs is None else ["backend=pyg", f"backend.convs={convs}"]
+        cfg = training_config([f"data={dataset}", *chosen, "paths.run=unused"])
+        config: dict[str, Any] = OmegaConf.to_container(cfg, resolve=True, throw_on_missing=True)  # type: ignore[assignment]
+        task, trainer = config["data"]["task"], config["trainer"]
+        if trainer["loader"] is not None:
+            arguments = {**self.arguments, "num_train": self.batch_size * self.num_batches}
+            task.update({name: value for name, value in arguments.items() if name in task})
+        return Cell(
+            dataset,
+            Backend(
+                backend,
+                **config["backend"],
+                compile=trainer["compile"],
+                cuda_graph=trainer["cuda_graph"],
+            ),
+            task,
+        )
+
+
+def work(options: Options, cells: Sequence[Cell]) -> Iterator[Message]:
+    """One row per cell of a data set, and a sign of life before what takes long.
+
+    The first cell that is measured becomes the reference that the others are compared with.
+    """
+    torch.set_float32_matmul_precision("highest")
+    source: Source | None = None
+    reference: Reference | None = None
+    for cell in cells:
+        yield None
+        try:
+            if source is None:
+                source = Source.of(_task(options, cell), options.batch_size, pinned=options.device.type == "cuda")
+        except (FileNotFoundError, ImportError, ValueError) as error:
+            yield {**cell_columns(options, cell), "status": f"not run: {error}"}
+            continue
+        yield None
+        base = {**cell_columns(options, cell), **source_columns(source)}
+        setup = Setup(options.model, options.optimizer, source, options.pace, options.device)
+        try:
+            measured = measure(cell.backend, setup, reference)
+            yield {**base, "status": "ok", **measured_columns(measured, reference)}
+            reference = reference or measured.reference
+        except Disagreement as error:
+            yield {**base, "status": f"WRONG: {error}", **error.columns}
+        except torch.OutOfMemoryError:
+            yield {**base, "status": OUT_OF_MEMORY}
+        except UnsupportedError as error:
+            yield {**base, "status": "not run: " + "; ".join(error.reasons)}
+        except Exception as error:
+            # A compiler raises anything, and the other cells go on.
+            yield {**base, "status": f"failed: {' '.join(f'{type(error).__name__}: {error}'.split())[:300]}"}
+
+
+def _task(options: Options, cell: Cell) -> Task:
+    """The data set of a cell with what the model reads of it."""
+    task = instantiate(cell.task, _partial_=True)()
+    with torch.device("meta"):
+        make = partial(instantiate(options.model, _partial_=True), convs=importlib.import_module(cell.backend.convs))
+        return task.read_by(make_model(make, task))  # type: ignore[no-any-return]
+
+
+def cell_columns(options: Options, cell: Cell) -> Row:
+    """The columns that name a cell, and what it was measured with."""
+    names = {"dataset": cell.dataset, "backend": cell.backend.name, "bound": options.pace.bound, "time": now()}
+    return {**names, **options.provenance()}
+
+
+def source_columns(source: Source) -> Row:
+    """Return the columns that describe a data set: its task, and the average sizes of its batches."""
+    batches, task = source.batches, source.task
+    return {
+        "task": task.name,
+        "synthetic": task.synthetic or "",
+        "graphs": 1 if task.full_graph else round(sum(batch.num_graphs for batch in batches) / len(batches)),
+        "nodes": round(sum(batch.num_nodes for batch in batches) / len(batches)),
+        "edges": round(sum(batch.num_edges for batch in batches) / len(batches)),
+        "once": task.full_graph,
+    }
+
+
+def measured_columns(measured: Measured, reference: Reference | None) -> Row:
+    """Times, memory, and how far the losses are from those of the reference."""
+    times = {f"{phase}_ms": f"{timing.median_ms:.5g}" for phase, timing in measured.timings.items()}
+    spreads = {f"{phase}_iqr_ms": f"{timing.iqr_ms:.3g}" for phase, timing in measured.timings.items()}
+    return {
+        **times,
+        **spreads,
+        **measured.differences,
+        "n": measured.timings["step"].n,
+        "reference_sum_ms": "" if measured.reference_sum is None else f"{measured.reference_sum.median_ms:.5g}",
+        "wall_ms": f"{measured.wall_ms:.5g}",
+        "first_step_s": f"{measured.first_step_s:.3f}",
+        "peak_mb": "" if measured.peak_mb is None else f"{measured.peak_mb:.1f}",
+        "reference": "" if reference is None else reference.backend.name,
+    }
+
+
+def run(options: Options) -> int:
+    """Measure what the results of a model lack, then print its table and draw its figure.
+
+    Args:
+        options: What to measure; Hydra must be set up.
+
+    Returns:
+        0: all done; 1: a result is wrong; 2: stopped early.
+    """
+    stem = options.folder / f"{options.model_name}-{file_stem(options.device)}"
+    table = Table(stem.with_suffix(".csv"), FIELDS)
+    finished = options.summary or _fill(options, table)
+    rows = table2_report.latest([row for row in table.rows() if row["setting"] == options.setting])
+    if rows:
+        print(table2_report.times_table(rows))
+        if options.device.type == "cuda":
+            print(table2_report.draw(rows, stem.with_suffix(".png")))
+        else:
+            print("Without a GPU our convs run PyG's code: no speed-ups are drawn.")
+    if any(row["status"].startswith("WRONG") for row in rows):
+        return 1
+    return 0 if finished else 2
+
+
+def missing(cells: Sequence[Cell], rows: Sequence[Mapping[str, Any]], now_: Mapping[str, Any]) -> list[Cell]:
+    """The cells without a row of this provenance; that of ours includes the sources.
+
+    Any cell on a data set needs the first one again.
+    """
+    same = ("setting", "gpu", "torch")
+    done = {
+        (row["dataset"], row["backend"], row["digest"])
+        for row in rows
+        if all(row[name] == now_[name] for name in same) and not row["status"].startswith(("failed", "no result"))
+    }
+    names = {(dataset, backend) for dataset, backend, _ in done}
+
+    def is_done(cell: Cell) -> bool:
+        key = cell.dataset, cell.backend.name
+        return (*key, now_["digest"]) in done if cell.backend.is_ours else key in names
+
+    wanted = {cell.dataset for cell in cells if not is_done(cell)}
+    first = {cell.dataset: cell for cell in reversed(cells)}
+    return [cell for cell in cells if not is_done(cell) or (cell.dataset in wanted and cell is first[cell.dataset])]
+
+
+def _fill(options: Options, table: Table) -> bool:
+    """Whether all cells have been measured."""
+    todo = missing(options.cells(), table.rows(), options.provenance())
+    started = time.perf_counter()
+    for dataset in dict.fromkeys(cell.dataset for cell in todo):
+        cells = [cell for cell in todo if cell.dataset == dataset]
+        first = cells[0]
+        while cells:
+            has_reference = False
+            for row in _rows(options, tuple(cells)):
+                table.append([row])
+                cell = cells.pop(0)
+                has_reference |= cell is first and row["status"] == "ok"
+                took_s = time.perf_counter() - started
+                print(f"[{took_s:5.0f} s] {cell.dataset} {cell.backend.name}: {_summary(row)}", flush=True)
+                if took_s > options.total_limit_s:
+                    print(f"stopped after {options.total_limit_s:g} s; run again to resume")
+                    return cell is todo[-1]
+            if cells and has_reference:
+                # A fresh process goes on, which lacks the reference.
+                cells.insert(0, first)
+    return True
+
+
+def _summary(row: Row) -> str:
+    return f"sum {row['sum_ms']} ms, step {row['wall_ms']} ms" if row["status"] == "ok" else str(row["status"])
+
+
+def _rows(options: Options, cells: Sequence[Cell]) -> Iterator[Row]:
+    """Rows of the cells of a data set in their order; ends early where a fresh process has to go on."""
+    if options.limit_s is None:
+        yield from (row for row in work(options, cells) if row is not None)
+        return
+    done = 0
+    try:
+        for row in results(work, (options, cells), options.limit_s):
+            done += 1
+            yield row
+            # What failed may have left the device unusable, and what ran out of memory may still hold some.
+            if row["status"].startswith(("failed", OUT_OF_MEMORY)):
+                return
+    except EndedError as ended:
+        yield {**cell_columns(options, cells[done]), "status": str(ended)}
+
+
+@hydra.main(version_base="1.3", config_path=str(CONFIGS), config_name="table2")
+def main(config: DictConfig) -> None:
+    """Measure as configured."""
+    values: dict[str, Any] = OmegaConf.to_container(config, resolve=True, throw_on_missing=True)  # type: ignore[assignment]
+    codes.append(run(Options.of(values, HydraConfig.get().runtime.choices["model"])))
+
+
+codes: list[int] = []
+
+if __name__ == "__main__":
+    os.environ.setdefault("HYDRA_FULL_ERROR", "1")
+    main()
+    sys.exit(max(codes, default=0))

@@ -1,0 +1,494 @@
+"""Training steps of one backend on one data set: losses beside those of a reference, then the time of each phase."""
+
+from __future__ import annotations
+
+import importlib
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from copy import copy
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from hydra.utils import instantiate
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch_geometric.data import Batch, Data
+
+import pyg_dfgnn
+from benchmarks.timing import Timer, Timing
+from pyg_dfgnn import nn as drop_ins
+from pyg_dfgnn.capture import Capacity, CapturedStep, Step
+from pyg_dfgnn.datasets import Task
+from pyg_dfgnn.errors import check_range
+from pyg_dfgnn.graph import Graph
+from pyg_dfgnn.training.metrics import IGNORED
+from pyg_dfgnn.training.run import make_model, make_optimizer
+from pyg_dfgnn.training.step import make_step
+
+PHASES = ("transfer", "preprocess", "forward", "backward", "optimizer")
+SUMMED = ("preprocess", "forward", "backward")
+"""Phases that the paper adds up."""
+READ = ("x", "edge_index", "edge_attr", "y")
+"""Attributes of a graph that a step reads, `edge_attr` only if the model takes it; no others go to the device."""
+MIN_WALL_STEPS, MAX_WALL_STEPS = 5, 200
+STEP_BY_STEP = ("step_loss_difference", "step_gradient_difference", "step_update_difference")
+"""Largest relative differences where each step starts from the parameters of the reference: of the losses, of the
+average of the gradients, and of what the updates do to the loss.
+"""
+ONCE = 5
+"""How often one whole graph is moved and prepared for a median."""
+TURN = 5
+"""Steps of a backend before the other has its turn."""
+
+
+Prepare = Callable[[Data], Any]
+"""Called with a batch on the device."""
+
+
+class Phases:
+    """Marks the end of each phase of a step: events on a GPU, in captured graphs too; a wall clock elsewhere."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device, self.on_gpu = device, device.type == "cuda"
+        self._ends: dict[str, Any] = {}
+        self._captures: list[dict[str, Any]] = []
+
+    def start(self) -> None:
+        """A step begins."""
+        self._ends = {}
+        self("start")
+
+    def __call__(self, phase: str) -> None:
+        if not self.on_gpu:
+            self._ends[phase] = time.perf_counter()
+            return
+        capturing = torch.cuda.is_current_stream_capturing()
+        # Only an external event becomes a node of the graph, recorded anew by each replay.
+        event = torch.cuda.Event(enable_timing=True, external=capturing)
+        event.record()
+        if capturing and phase == "forward":
+            self._captures.append({})
+        (self._captures[-1] if capturing else self._ends)[phase] = event
+
+    def durations_ms(self) -> dict[str, float]:
+        """Milliseconds of each phase of the last step, of those of the paper, and of the whole; the device is idle."""
+        ends = {**self._replayed(), **self._ends}
+        marks = ["start", *(phase for phase in PHASES if phase in ends)]
+        spans = {end: self._between_ms(ends[start], ends[end]) for start, end in zip(marks, marks[1:])}
+        whole = self._between_ms(ends["start"], ends[marks[-1]])
+        return {**spans, "sum": sum(spans.get(phase, 0.0) for phase in SUMMED), "step": whole}
+
+    def _replayed(self) -> dict[str, Any]:
+        """The events of the capture that was replayed last, {} without captures."""
+        start = self._ends["start"]
+        return max(self._captures, key=lambda ends: self._between_ms(start, ends["optimizer"]), default={})
+
+    def _between_ms(self, start: Any, end: Any) -> float:
+        return float(start.elapsed_time(end)) if self.on_gpu else 1e3 * (end - start)
+
+
+@dataclass(frozen=True)
+class Source:
+    """Batches of a data set for the steps.
+
+    Attributes:
+        task: The data set.
+        batches: On the host, pinned for a GPU; the only one where the task is one whole graph.
+    """
+
+    task: Task
+    batches: list[Data]
+
+    @staticmethod
+    def of(task: Task, batch_size: int, pinned: bool) -> Source:
+        """The training graphs of a task in batches; the training nodes of a task that is one graph."""
+        graphs, batches = task.splits["train"], []
+        if task.full_graph:
+            graph = graphs[0]
+            batch = Data(**{key: graph[key] for key in READ if key in graph})
+            batch.y = graph.y.where(graph.train_mask, IGNORED)
+            batches = [batch]
+        else:
+            graphs = [Data(**{key: graph[key] for key in READ if key in graph}) for graph in graphs]
+            starts = range(0, len(graphs), batch_size)
+            batches = [Batch.from_data_list(graphs[start : start + batch_size]) for start in starts]
+        return Source(task, [batch.pin_memory() for batch in batches] if pinned else batches)
+
+
+@dataclass(frozen=True)
+class Backend:
+    """How a model is trained, as `configs/backend` and the trainer of a run have it.
+
+    Attributes:
+        name: Choice of `backend`.
+        convs: Module that holds the convs.
+        settings: Of the package.
+        compile: Whether the model is compiled.
+        cuda_graph: Whether the step is captured.
+    """
+
+    name: str
+    convs: str
+    settings: dict[str, Any]
+    compile: bool
+    cuda_graph: bool
+
+    @property
+    def is_ours(self) -> bool:
+        return self.convs == drop_ins.__name__
+
+    def preparation(self, model: nn.Module) -> Prepare:
+        """Return the function that prepares a batch on its device for the model, found again by its `edge_index`."""
+        if self.is_ours:
+            return self._compress
+        compress = getattr(importlib.import_module(self.convs), "compress", None)
+        if compress is not None:
+            loops = any(getattr(m, "add_self_loops", False) or getattr(m, "self_loops", False) for m in model.modules())
+            return lambda batch: compress(batch.edge_index, batch.num_nodes, loops)
+        return lambda batch: None
+
+    def _compress(self, batch: Data) -> None:
+        """Make the graph without self-loops, which layers that store some add to it, by target and by source.
+
+        A captured step does so itself with the batches that it takes.
+        """
+        if not (self.cuda_graph and isinstance(batch, Batch)):
+            Graph.of(batch.edge_index, batch.num_nodes).csc  # noqa: B018
+
+
+@dataclass(frozen=True)
+class Pace:
+    """How many steps are taken; the fields are explained in `benchmarks/configs/table2.yaml`.
+
+    Raises:
+        ValueError: No step is left after the warm-up.
+    """
+
+    seed: int
+    steps: int
+    warm_up: int
+    rounds: int
+    wall_s: float
+    bound: float
+
+    def __post_init__(self) -> None:
+        check_range("warm_up", self.warm_up, 1)
+        check_range("steps", self.steps, self.warm_up + 1)
+        check_range("rounds", self.rounds, 0)
+
+
+@dataclass(frozen=True)
+class Reference:
+    """Run that other backends are compared with: its backend, initial state, losses and first gradient."""
+
+    backend: Backend
+    state: dict[str, Tensor]
+    losses: list[float]
+    gradient: Tensor
+
+    def differences(self, losses: list[float], gradient: Tensor) -> dict[str, float]:
+        """How far losses and the first gradient are from these."""
+        return {
+            "loss_difference": relative_difference(losses, self.losses),
+            "gradient_difference": gradient_difference(gradient, self.gradient),
+        }
+
+
+def relative_difference(numbers: Sequence[float], expected: Sequence[float]) -> float:
+    """The largest relative difference of numbers from the expected ones; NaN if there is a NaN."""
+    actual, wanted = (torch.tensor(values, dtype=torch.float64) for values in (numbers, expected))
+    return float(((actual - wanted) / wanted).abs().max())
+
+
+def gradient_difference(gradient: Tensor, expected: Tensor) -> float:
+    """The relative Frobenius norm of the difference of a gradient from the expected one; NaN if there is a NaN."""
+    return float((gradient.double() - expected.double()).norm() / expected.double().norm())
+
+
+def agree(differences: Mapping[str, float], bound: float) -> bool:
+    """Whether the first gradient and the losses are within the bound, or those of each step from the same parameters.
+
+    Nothing agrees with a NaN.
+    """
+
+    def within(*names: str) -> bool:
+        return all(differences.get(name, float("nan")) <= bound for name in names)
+
+    return within("gradient_difference") and (within("loss_difference") or within(*STEP_BY_STEP))
+
+
+@dataclass(frozen=True)
+class Measured:
+    """The steps of one backend.
+
+    Attributes:
+        timings: Per phase, and of 'sum' and 'step'.
+        reference_sum: 'sum' of the reference in turns with these steps, where the task is one whole graph.
+        wall_ms: Of one step among many.
+        first_step_s: Wall time of the first step, compilation and capture included.
+        peak_mb: Device memory above what was allocated before; None without a GPU.
+        differences: From the reference.
+        reference: Of these steps, for other backends.
+    """
+
+    timings: dict[str, Timing]
+    reference_sum: Timing | None
+    wall_ms: float
+    first_step_s: float
+    peak_mb: float | None
+    differences: dict[str, str]
+    reference: Reference
+
+
+class Disagreement(RuntimeError):
+    """The losses or the gradients are not those of the reference.
+
+    Args:
+        backend: Of the reference.
+        columns: What differs, by how much.
+        losses: Of each step.
+    """
+
+    def __init__(self, backend: str, columns: dict[str, str], losses: list[float]) -> None:
+        what = ", ".join(f"{name.replace('_', ' ')} {value}" for name, value in columns.items())
+        super().__init__(f"{what} from {backend}")
+        self.columns, self.losses = {**columns, "reference": backend}, losses
+
+
+def first_gradient(model: nn.Module) -> Tensor:
+    """The gradients that a step left in the parameters, one after the other, on the CPU."""
+    return torch.cat([p.grad.detach().flatten().cpu() for p in model.parameters() if p.grad is not None])
+
+
+def average_gradient(optimizer: Optimizer) -> Tensor:
+    """The average of the gradients of all steps that Adam keeps, the last ones weigh most, on the CPU."""
+    return torch.cat([state["exp_avg"].flatten().cpu() for state in optimizer.state.values()])
+
+
+def effect_of_update(before: Sequence[Tensor], after: Iterable[Tensor], averages: Sequence[Tensor | None]) -> float:
+    """The change of the loss by an update of parameters, to first order, for average gradients of those in use."""
+    pairs = [(a.double() - b.double(), g.double()) for b, a, g in zip(before, after, averages) if g is not None]
+    return float(sum((update * gradient).sum() for update, gradient in pairs))
+
+
+@dataclass(frozen=True)
+class Setup:
+    """Common setup of the steps of all backends on one data set.
+
+    Attributes:
+        model: Config of the model, instantiated with the numbers of features and classes, and the convs.
+        optimizer: Config of the optimizer, instantiated with the parameters.
+        source: The batches.
+        pace: How many steps.
+        device: Where.
+    """
+
+    model: Any
+    optimizer: Any
+    source: Source
+    pace: Pace
+    device: torch.device
+
+    def start(self, backend: Backend, state: Mapping[str, Tensor] | None) -> tuple[nn.Module, _Turns]:
+        """Return a model in this state, or in that of the seed, and its steps."""
+        torch.manual_seed(self.pace.seed)
+        convs = importlib.import_module(backend.convs)
+        model: nn.Module = make_model(partial(instantiate(self.model, _partial_=True), convs=convs), self.source.task)
+        model = model.to(self.device)
+        if state is not None:
+            model.load_state_dict(state)
+        phases = Phases(self.device)
+        optimizer = make_optimizer(self.optimizer, model, self.device)
+        step = _step(backend, model, optimizer, self.source, phases)
+        return model, _Turns(step, optimizer, self.source, backend.preparation(model), self.device, phases)
+
+
+def measure(backend: Backend, setup: Setup, reference: Reference | None) -> Measured:
+    """Take the steps of one backend from the initial state of the reference, compare them with it, and time them.
+
+    Training may carry a difference of rounding beyond any bound. Where the losses differ by more than `pace.bound`, the
+    steps are therefore taken again, each from the parameters that the reference has at this step: then every loss, the
+    average of all gradients and every update decide.
+
+    Args:
+        backend: Of the step.
+        setup: What is trained, on what.
+        reference: What the losses must agree with; None: these steps become it.
+
+    Raises:
+        Disagreement: The first gradient differs by more than `pace.bound`, or the losses do, also step by step from
+            the same parameters (see :func:`agree`).
+        UnsupportedError: The backend cannot run these steps.
+    """
+    source, pace, device = setup.source, setup.pace, setup.device
+    timer, task = Timer(device), source.task
+    timer.release()
+    allocated = 0
+    if timer.on_gpu:
+        torch.cuda.reset_peak_memory_stats(device)
+        allocated = torch.cuda.memory_allocated(device)
+    with pyg_dfgnn.local_settings(**backend.settings):
+        state = None if reference is None else reference.state
+        model, turns = setup.start(backend, state)
+        state = {name: value.detach().cpu().clone() for name, value in model.state_dict().items()}
+        # At worst each batch is captured by itself, after steps without a capture.
+        captures = (CapturedStep.WARM_UPS + 1) * len(source.batches) if backend.cuda_graph else 0
+
+        losses, spans = [], []
+        for index in range(pace.steps):
+            started = time.perf_counter()
+            loss = turns(index)
+            timer.synchronize()
+            if index == 0:
+                first_step_s, gradient = time.perf_counter() - started, first_gradient(model)
+            losses.append(float(loss))
+            if index >= max(pace.warm_up, captures):
+                spans.append(turns.phases.durations_ms())
+        peak_mb = (torch.cuda.max_memory_allocated(device) - allocated) / 1e6 if timer.on_gpu else None
+        differences = {} if reference is None else reference.differences(losses, gradient)
+        if reference is not None and differences["gradient_difference"] <= pace.bound < differences["loss_difference"]:
+            differences |= step_by_step(backend, setup, reference)
+        columns = {name: f"{value:.2e}" for name, value in differences.items()}
+        if reference is not None and not agree(differences, pace.bound):
+            raise Disagreement(reference.backend.name, columns, losses)
+
+        reference_sum = None
+        if reference is not None and task.full_graph and pace.rounds:
+            other = reference.backend
+            with pyg_dfgnn.local_settings(**other.settings):
+                _, others = setup.start(other, reference.state)
+                for index in range(pace.warm_up):
+                    others(index)
+            spans, of_reference = [], []
+            for _ in range(pace.rounds):
+                spans += turns.take(TURN, timer)
+                with pyg_dfgnn.local_settings(**other.settings):
+                    of_reference += others.take(TURN, timer)
+            reference_sum = Timing.of([span["sum"] for span in of_reference])
+        timings = {phase: Timing.of([span[phase] for span in turns.once]) for phase in PHASES[:2] if turns.once}
+        timings |= {phase: Timing.of([span[phase] for span in spans]) for phase in spans[0]}
+
+        count = int(1e3 * pace.wall_s / timings["step"].median_ms)
+        count = min(max(count, MIN_WALL_STEPS), MAX_WALL_STEPS)
+        started = time.perf_counter()
+        for index in range(count):
+            turns(index)
+        timer.synchronize()
+        wall_ms = 1e3 * (time.perf_counter() - started) / count
+    as_reference = Reference(backend, state, losses, gradient)
+    return Measured(timings, reference_sum, wall_ms, first_step_s, peak_mb, columns, as_reference)
+
+
+def step_by_step(backend: Backend, setup: Setup, reference: Reference) -> dict[str, float]:
+    """Return the differences of a backend's steps, each of which starts from the parameters of the reference then.
+
+    An update counts by what it does to the loss, its product with the average of the gradients: Adam makes steps of
+    full size of gradients that are rounding alone.
+    """
+    with pyg_dfgnn.local_settings(**reference.backend.settings):
+        other, others = setup.start(reference.backend, reference.state)
+    with pyg_dfgnn.local_settings(**backend.settings):
+        model, turns = setup.start(backend, reference.state)
+    losses, expected = [], []
+    updates: list[float] = []
+    wanted: list[float] = []
+    for index in range(setup.pace.steps):
+        with torch.no_grad():
+            torch._foreach_copy_(list(model.parameters()), list(other.parameters()))
+        before = [parameter.detach().clone() for parameter in model.parameters()]
+        with pyg_dfgnn.local_settings(**backend.settings):
+            losses.append(float(turns(index)))
+        with pyg_dfgnn.local_settings(**reference.backend.settings):
+            expected.append(float(others(index)))
+        averages = [others.optimizer.state.get(parameter, {}).get("exp_avg") for parameter in other.parameters()]
+        for effects, stepped in ((updates, model), (wanted, other)):
+            effects.append(effect_of_update(before, (p.detach() for p in stepped.parameters()), averages))
+    return {
+        STEP_BY_STEP[0]: relative_difference(losses, expected),
+        STEP_BY_STEP[1]: gradient_difference(average_gradient(turns.optimizer), average_gradient(others.optimizer)),
+        STEP_BY_STEP[2]: relative_difference(updates, wanted),
+    }
+
+
+def _step(
+    backend: Backend, model: nn.Module, optimizer: Optimizer, source: Source, phases: Phases
+) -> Callable[[Data], Tensor]:
+    task = source.task
+    called: Any = model
+    if backend.compile:
+        # Compilations of one model class count together, and end in an error beyond a number.
+        torch._dynamo.reset()
+        called = torch.compile(model, fullgraph=True, dynamic=not task.full_graph)
+
+    def make(data: Any) -> Step:
+        options: dict[str, Any] = {"loss_weights": task.loss_weights, "graph_level": task.level == "graph"}
+        return make_step(called, optimizer, data, captured=backend.cuda_graph, mark=phases, **options)
+
+    if not task.full_graph:
+        return make(Capacity.of(task.splits["train"], max(batch.num_graphs for batch in source.batches)))
+    steps: list[Step] = []
+
+    def step(graph: Data) -> Tensor:
+        # The graph reaches its device after this call of `_step`.
+        if not steps:
+            steps.append(make(graph))
+        return steps[0](graph)
+
+    return step
+
+
+class _Turns:
+    """One step after the other, each on the next batch.
+
+    One whole graph is moved and prepared once; batches by each step.
+
+    Attributes:
+        once: Milliseconds of what is done once, phase by phase, each time that it was tried.
+    """
+
+    def __init__(
+        self,
+        step: Callable[[Data], Tensor],
+        optimizer: Optimizer,
+        source: Source,
+        prepare: Prepare,
+        device: torch.device,
+        phases: Phases,
+    ) -> None:
+        self.step, self.optimizer, self.source, self.prepare = step, optimizer, source, prepare
+        self.device, self.phases = device, phases
+        self.once: list[dict[str, float]] = []
+        self._resident: Data | None = None
+        for _ in range(ONCE if source.task.full_graph else 0):
+            self.phases.start()
+            self._resident = self._arrive(source.batches[0])
+            Timer(device).synchronize()
+            self.once.append(self.phases.durations_ms())
+
+    def __call__(self, index: int) -> Tensor:
+        """The loss of a step, on the device."""
+        self.phases.start()
+        batch = self._resident
+        if batch is None:
+            batch = self._arrive(self.source.batches[index % len(self.source.batches)])
+        return self.step(batch)
+
+    def take(self, count: int, timer: Timer) -> list[dict[str, float]]:
+        """Milliseconds of steps of which each is waited for; the first, which follows other work, is left out."""
+        spans = []
+        for index in range(count):
+            loss = self(index)
+            timer.synchronize()
+            float(loss)
+            spans.append(self.phases.durations_ms())
+        return spans[1:]
+
+    def _arrive(self, host: Data) -> Data:
+        # New tensors each time, on a CPU too, so that nothing known of an earlier batch is found again.
+        batch = copy(host).apply(lambda tensor: tensor.to(self.device, non_blocking=True, copy=True))
+        self.phases("transfer")
+        self.prepare(batch)
+        self.phases("preprocess")
+        return batch

@@ -1,1 +1,0 @@
-"""Correctness grid, timings and baselines; nothing in the package imports this room."""

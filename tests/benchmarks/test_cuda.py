@@ -1,0 +1,36 @@
+"""The bench on a GPU: events, passes timed apart, replays, FlexAttention and compiled baselines on miniature graphs."""
+
+import pytest
+
+from benchmarks import run
+from benchmarks.cases.attention.baselines import Flex
+from benchmarks.cases.attention.case import AttentionCase
+from benchmarks.graphs import benchmark_graph
+from tests.benchmarks.quick import composed, read, results
+
+pytestmark = pytest.mark.cuda
+QUICK = ["pace.sampling_ms=1", "pace.min_repetitions=3", "device=cuda", "small=true", "workers=0"]
+
+
+def test_passes_of_each_schedule_are_timed_apart(tmp_path):
+    extra = ["experiment=choice", "graphs=[a,c]", "ops=[dot]", "schedules=[auto,row_split,smmf,pmf]"]
+    assert run.run(composed(*QUICK, f"folder={tmp_path}", *extra)) == 0
+    rows = [row for row in read(tmp_path) if row["op"] == "dot"]
+    assert {row["status"] for row in rows} == {"ok"} and len(rows) == 2 * 4 * 3
+    assert all(0 < float(row["median_ms"]) < 100 for row in rows)
+
+
+def test_all_states_and_implementations(tmp_path):
+    extra = ["graphs=[a]", "ops=[dot]", "sizes=[2x16]", "dtypes=[float32]"]
+    assert run.run(composed(*QUICK, f"folder={tmp_path}", *extra)) == 0
+    rows = [row for row in read(tmp_path) if row["op"] == "dot"]
+    assert {row["status"] for row in rows} == {"ok"}, {row["status"] for row in rows}
+    assert {row["implementation"] for row in rows} == {"fused", "pyg", "unfused", "compile", "flex"}
+    assert {row["state"] for row in rows if row["implementation"] == "fused"} == {"warm", "flushed", "replay"}
+
+
+@pytest.mark.parametrize("name", ["a", "c"])
+def test_flex_attention_has_the_right_gradients(name):
+    graph, case = benchmark_graph(name, "cuda", small=True), AttentionCase("dot", 2, 16)
+    worst, error = results(Flex(), case, graph)[2].worst
+    assert error < 2e-3, f"{worst}: {error:.2e}"

@@ -1,0 +1,153 @@
+"""Timings of aggregations: each implementation is right, a wrong one is refused, and the experiment runs on a CPU."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from benchmarks import check, run, tables
+from benchmarks.case import Fused, forward_backward
+from benchmarks.cases import case_of
+from benchmarks.cases.segment import (
+    AGGREGATIONS,
+    IMPLEMENTATIONS,
+    CompiledPyG,
+    PyG,
+    SegmentCase,
+    SegmentReduce,
+    TorchCsr,
+    TorchMm,
+    peers,
+)
+from benchmarks.experiment import Experiment
+from benchmarks.graphs import benchmark_graph
+from benchmarks.prepare import rounded_problem
+from pyg_dfgnn.reference.zoo import EdgeList
+from tests.benchmarks.quick import QUICK, composed, graph_of, layers_in
+from tests.kernels.emulated import emulated_device
+
+KINDS = [Fused(), PyG(), CompiledPyG("eager"), TorchCsr(), TorchMm(), SegmentReduce()]
+GRAPHS = ["h", "no-edges", "isolated", "bipartite-wide", "hub"]
+
+
+def rows_of(tmp_path, *overrides):
+    """Exit code and rows of a quick run, those of the graph's build left out."""
+    code = run.run(composed("experiment=segment", *QUICK, f"folder={tmp_path}", *overrides))
+    return code, layers_in(tmp_path)
+
+
+@pytest.mark.parametrize("name", GRAPHS)
+@pytest.mark.parametrize("op", AGGREGATIONS)
+@pytest.mark.parametrize("implementation", KINDS, ids=lambda kind: kind.name)
+def test_implementations_agree_with_float64(implementation, op, name):
+    graph, case = graph_of(name), case_of(op, "8")
+    if isinstance(implementation, TorchCsr) and op == "weight":
+        # torch's sampled product joins equal edges on a CPU.
+        graph = replace(graph, edge_index=graph.edge_index.unique(dim=1))
+    reasons = implementation.reasons(case, graph, True, float("inf"))
+    if reasons:
+        assert reasons == [f"has no {case.layer}"]
+        return
+    inputs, grad_out = rounded_problem(case, graph, ["float32"])
+    expected = case.reference(graph, inputs, grad_out)
+    leaves = {name: tensor.requires_grad_() for name, tensor in inputs.items()}
+    actual = forward_backward(implementation.prepare(case, graph, leaves)(), leaves, grad_out)
+    if isinstance(implementation, SegmentReduce) and op == "max":
+        # On a CPU its backward pass counts ties across features.
+        del expected["grad_x"]
+    worst, error = case.errors(graph, actual, expected, grad_out).worst
+    assert error < case.bound("float32"), f"{worst}: {error:.2e}"
+
+
+@pytest.mark.parametrize("op", ["statistics", "weight"])
+def test_the_float64_grid_checks_kernels(op):
+    with emulated_device():
+        rows = list(check.check_point(case_of(op, "7"), graph_of("h"), [("auto", "float32"), ("auto", "bfloat16")]))
+    assert [row["status"] for row in rows] == ["ok", "ok"]
+
+
+def one_winner(case, graph, inputs):
+    """The maximum with the whole gradient given to one of the equal messages."""
+    source, target = graph.edge_index
+    order = target.argsort(stable=True)
+    parts = inputs["x"][source[order]].split(target.bincount(minlength=graph.num_dst).tolist())
+    rows = [part.max(dim=0).values if len(part) else part.sum(dim=0) for part in parts]
+    return torch.stack(rows)
+
+
+def test_ties_given_to_one_winner_are_refused(monkeypatch):
+    monkeypatch.setattr(SegmentCase, "fused", one_winner)
+    (row,) = check.check_point(SegmentCase("max", 16), graph_of("h"), [("auto", "float32")])
+    assert row["status"] == "breach" and row["worst"].startswith("grad_x")
+
+
+@pytest.mark.parametrize("op", AGGREGATIONS)
+def test_traffic(op):
+    graph, case = benchmark_graph("e", "cpu"), SegmentCase(op, 128)
+    forward, backward, both = (case.compulsory_bytes(graph, name, 4) for name in ("fwd", "bwd", "fwd+bwd"))
+    assert both == forward + backward and backward >= forward
+    if op == "sum":
+        assert forward == 4 * (2 * 128 * graph.num_dst + graph.num_dst + graph.num_edges)
+
+
+class _ManyEdges(EdgeList):
+    num_edges = 124_262_288
+
+
+def test_memory_guard_lists_what_cannot_fit():
+    graph = _ManyEdges("p", torch.zeros(2, 1, dtype=torch.long), 2_449_029, 2_449_029)
+    assert PyG().reasons(case_of("statistics", "128"), graph, False, 141e9) == ["needs 127 GB"]
+    assert not PyG().reasons(case_of("sum", "128"), graph, False, 141e9)
+    for kind in IMPLEMENTATIONS.values():
+        for op in AGGREGATIONS:
+            needed = [kind().predicted_bytes(case_of(op, "8"), 100, training) for training in (False, True)]
+            assert needed == sorted(needed)
+
+
+@pytest.mark.parametrize("size", ["0", "1x128", "-3", "many"])
+def test_sizes_of_another_form_are_refused(size):
+    with pytest.raises(ValueError, match=rf"'sizes' needs a list of numbers of features.*\(got '{size}'\)"):
+        case_of("sum", size)
+
+
+def test_a_tiny_version_of_the_experiment_runs_on_a_cpu(tmp_path):
+    few = ["graphs=[h]", "sizes=[8]", "dtypes=[float32]", "implementations=[fused,pyg,csr,sparse_mm,segment_reduce]"]
+    _, rows = rows_of(tmp_path, *few, "schedules=[auto]")
+    status = {(row["op"], row["implementation"], row["direction"]): row["status"] for row in rows}
+    assert len(rows) == len(status) == 5 * 5 * 2
+    assert status.pop(("max", "segment_reduce", "fwd+bwd")) in ("ok", "WRONG")
+    for (op, implementation, _), text in status.items():
+        has_it = implementation == "fused" or op in IMPLEMENTATIONS[implementation].ops
+        assert text == "ok" if has_it else text.startswith("not run: has no ")
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_schedules_of_ours_are_named_and_cusparse_needs_a_gpu(tmp_path, dtype):
+    few = ["graphs=[h]", "ops=[sum]", "sizes=[8]", f"dtypes=[{dtype}]", "implementations=[fused]"]
+    with emulated_device():
+        code, rows = rows_of(tmp_path, *few, "directions=[fwd]")
+    by_schedule = {row["schedule"]: row for row in rows}
+    assert code == 0 and by_schedule["row_split"]["ran"] == "forward=row_split sources=row_split"
+    for name in ("cusparse", "cusparse_alg3"):
+        assert by_schedule[name]["status"].startswith("not run: cuSPARSE needs a GPU")
+        # 16 bits are not enough for the parts of a row.
+        assert ("16 bits" in by_schedule[name]["status"]) is (name == "cusparse" and dtype == "bfloat16")
+
+
+def test_passes_are_timed_apart(tmp_path):
+    few = ["graphs=[b]", "ops=[max]", "sizes=[8]", "dtypes=[float32]", "implementations=[fused]", "schedules=[auto]"]
+    with emulated_device():
+        _, rows = rows_of(tmp_path, *few, "directions=[forward,sources]")
+    assert {row["direction"]: row["status"] for row in rows} == {"forward": "ok", "sources": "ok"}
+
+
+def test_peers_have_the_names_of_the_experiment():
+    experiment = Experiment.of(composed("experiment=segment"))
+    keys = {
+        (job.case.op, job.case.size, job.dtype, direction)
+        for job in experiment.jobs("a")
+        for direction in job.directions
+    }
+    assert {peer.key for peer in peers()} <= keys and {peer.graph for peer in peers()} <= set(experiment.graphs)
+    row = dict.fromkeys(run.FIELDS, "") | dict(op="max", size="128", dtype="float32", direction="fwd", graph="h")
+    assert tables.best_peer(row).package == "turbo-gnn"
