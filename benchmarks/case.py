@@ -242,8 +242,6 @@ class Family:
 
     Attributes:
         ops: Names of its operations.
-        passes: Names of the passes of its kernels.
-        pass_of_kernel: Word in the path of a kernel -> the pass that it belongs to.
         case: Makes a case of an operation and a size; raises a ValueError for a size of another form.
         implementations: Implementations by name, ours first.
         check_groups: The cases of the correctness grid, in groups whose kernels are compiled together; where there is
@@ -254,8 +252,6 @@ class Family:
     """
 
     ops: tuple[str, ...]
-    passes: tuple[str, ...]
-    pass_of_kernel: Mapping[str, str]
     case: Callable[[str, str], Case]
     implementations: Mapping[str, type[Implementation]]
     check_groups: Callable[[], Mapping[str, list[Case]]] = field(default=dict)

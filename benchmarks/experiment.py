@@ -11,14 +11,14 @@ from typing import Any
 import torch
 
 from benchmarks.case import DTYPES, Case
-from benchmarks.cases import FAMILY_OF, OURS, PASSES, TITLES, case_of, implementation_of
+from benchmarks.cases import FAMILY_OF, OURS, TITLES, case_of, implementation_of
 from benchmarks.graphs import Recipe, recipe_of
 from benchmarks.results import Rows, default_folder
 from benchmarks.timing import Pace
 from pyg_dfgnn.errors import check_choice
 from pyg_dfgnn.settings import SCHEDULES
 
-DIRECTIONS = ("fwd", "fwd+bwd", "bwd", *PASSES)
+DIRECTIONS = ("fwd", "fwd+bwd", "bwd")
 STATES = ("warm", "flushed", "replay")
 KEY = ("graph", "op", "size", "dtype", "implementation", "schedule", "direction", "gpu", "torch")
 

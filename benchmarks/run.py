@@ -155,18 +155,6 @@ class Measurement:
                     return torch.autograd.grad(out, leaves, self.grad_out, retain_graph=True)
 
                 yield self._timed({**base, "direction": "bwd", "state": "warm"}, self.timer.time(backward))
-            family = FAMILY_OF[self.case.op]
-            passes = [name for name in family.passes if name in directions]
-            if passes:
-                timings = self.timer.passes(both, family.pass_of_kernel)
-                with torch.no_grad():
-                    timings.update(self.timer.passes(forward, family.pass_of_kernel))
-                for name in passes:
-                    row = {**base, "direction": name, "state": "warm"}
-                    if name in timings:
-                        yield self._timed(row, timings[name])
-                    else:
-                        yield {**row, "status": "not run: launches no kernel"}
 
     def _gate(self, out: Tensor, training: bool, memory_bytes: float) -> Row:
         """The comparison with float64: status, the tensor that is furthest beyond its bound, its error, that bound."""

@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import gc
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from statistics import median, quantiles
 from typing import Any
 
 import torch
-
-from pyg_dfgnn.runtime import launcher
-from pyg_dfgnn.statements.spec import Spec
 
 Call = Callable[[], Any]
 
@@ -146,54 +143,6 @@ class Timer:
             samples.append(1e6 * (time.perf_counter() - started))
         self.synchronize()
         return median(samples)
-
-    def passes(self, call: Call, pass_of_kernel: Mapping[str, str]) -> dict[str, Timing]:
-        """Median device time of each pass of one call: from the start of its first kernel to the end of its last.
-
-        Args:
-            call: Launches each pass once.
-            pass_of_kernel: Word in the path of a kernel -> its pass; other kernels are left out.
-        """
-        once, host_ms = self._warm_up(call)
-        marks = []
-        for position in range(self.pace.repetitions(once)):
-            # Marking costs the host about as much again.
-            self._head_start(position, 2 * host_ms)
-            marks.append(self._marks(call, pass_of_kernel))
-        samples: dict[str, list[float]] = {}
-        self.synchronize()
-        for spans in marks:
-            for name, start, end in spans:
-                samples.setdefault(name, []).append(self._elapsed_ms(start, end))
-        return {name: Timing.of(values) for name, values in samples.items()}
-
-    def _now(self) -> Any:
-        if not self.on_gpu:
-            return time.perf_counter()
-        event = torch.cuda.Event(enable_timing=True)
-        event.record()
-        return event
-
-    def _elapsed_ms(self, start: Any, end: Any) -> float:
-        return float(start.elapsed_time(end)) if self.on_gpu else 1e3 * (end - start)
-
-    def _marks(self, call: Call, pass_of_kernel: Mapping[str, str]) -> list[tuple[str, Any, Any]]:
-        spans: list[tuple[str, Any, Any]] = []
-
-        def marked(spec: Spec, entry: str, grid: Any, block: Any, arguments: Any, shared_bytes: int) -> None:
-            name = next((name for word, name in pass_of_kernel.items() if word in spec.path), "")
-            continues = bool(spans) and spans[-1][0] == name
-            start = spans[-1][1] if continues else self._now()
-            with launcher.override(before):
-                kernel = launcher.kernel_of(spec, entry)
-                launcher.launch(kernel, grid, block, arguments, self.device, shared_bytes)
-            if continues:
-                spans.pop()
-            spans.append((name, start, self._now()))
-
-        with launcher.override(marked) as before:
-            call()
-        return [span for span in spans if span[0]]
 
     def wall_ms(self, call: Call) -> float:
         """Wall time of one call to its end on the device."""

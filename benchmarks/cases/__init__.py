@@ -16,7 +16,6 @@ TITLES = {name: kind.title for family in FAMILIES for name, kind in family.imple
 """Name of an implementation -> its name in tables and figures, which all families agree in."""
 OURS = frozenset(name for family in FAMILIES for name, kind in family.implementations.items() if kind.is_ours)
 """The implementations that run on kernels of this package."""
-PASSES = tuple(dict.fromkeys(name for family in FAMILIES for name in family.passes))
 
 
 def case_of(op: str, size: str) -> Case:
@@ -39,4 +38,4 @@ def implementation_of(op: str, name: str) -> Implementation | None:
     return None if kind is None else kind()
 
 
-__all__ = ["FAMILIES", "FAMILY_OF", "OURS", "PASSES", "TITLES", "case_of", "implementation_of"]
+__all__ = ["FAMILIES", "FAMILY_OF", "OURS", "TITLES", "case_of", "implementation_of"]

@@ -372,4 +372,4 @@ IMPLEMENTATIONS: dict[str, type[Implementation]] = {
 }
 
 
-MESSAGES = Family(tuple(LAYERS), (), {}, MessageCase.of, IMPLEMENTATIONS, beside=PyG.name)
+MESSAGES = Family(tuple(LAYERS), MessageCase.of, IMPLEMENTATIONS, beside=PyG.name)

@@ -40,7 +40,6 @@ from pyg_dfgnn.graph import Graph
 from pyg_dfgnn.ops.segment import aggregate
 from pyg_dfgnn.reference.oracle import Inputs
 from pyg_dfgnn.reference.zoo import EdgeList
-from pyg_dfgnn.statements.op import DIRECTIONS
 from pyg_dfgnn.statements.segment import SUMS
 
 CHECKED_CHANNELS = (1, 7, 16, 64, 128, 200, 600)
@@ -179,9 +178,7 @@ class SegmentCase(Case):
         forward, backward = inputs + output, inputs + output + (0 if is_linear else inputs)
         elements, passes = {
             "fwd": (forward, 1),
-            "forward": (forward, 1),
             "bwd": (backward, 1),
-            "sources": (backward, 1),
             "fwd+bwd": (forward + backward, 2),
         }[direction]
         return float(itemsize * elements + passes * INDEX_BYTES * (graph.num_edges + graph.num_dst))
@@ -355,7 +352,4 @@ def peers() -> Iterator[Peer]:
     return peers_of(_PEERS, "abcdph")
 
 
-KERNEL_PASSES = {"forward": "forward", "targets": "targets", "sources": "sources"}
-"""Word in the path of a kernel -> its pass."""
-
-SEGMENT = Family(tuple(AGGREGATIONS), DIRECTIONS, KERNEL_PASSES, SegmentCase.of, IMPLEMENTATIONS, check_groups, peers)
+SEGMENT = Family(tuple(AGGREGATIONS), SegmentCase.of, IMPLEMENTATIONS, check_groups, peers)

@@ -134,13 +134,6 @@ def test_schedules_of_ours_are_named_and_cusparse_needs_a_gpu(tmp_path, dtype):
         assert ("16 bits" in by_schedule[name]["status"]) is (name == "cusparse" and dtype == "bfloat16")
 
 
-def test_passes_are_timed_apart(tmp_path):
-    few = ["graphs=[b]", "ops=[max]", "sizes=[8]", "dtypes=[float32]", "implementations=[fused]", "schedules=[auto]"]
-    with emulated_device():
-        _, rows = rows_of(tmp_path, *few, "directions=[forward,sources]")
-    assert {row["direction"]: row["status"] for row in rows} == {"forward": "ok", "sources": "ok"}
-
-
 def test_peers_have_the_names_of_the_experiment():
     experiment = Experiment.of(composed("experiment=segment"))
     keys = {

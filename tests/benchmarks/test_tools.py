@@ -6,110 +6,17 @@ import pytest
 import torch
 from hydra import compose, initialize_config_dir
 
-from benchmarks import CONFIGS, costs, measure, overhead, reorder
+from benchmarks import CONFIGS, measure, overhead, reorder
 from benchmarks.cases.attention.case import SCORES, AttentionCase
 from benchmarks.graphs import benchmark_graph, recipe_of
 from benchmarks.orders import gains, gains_table
 from benchmarks.results import Table
 from benchmarks.run import FIELDS
 from benchmarks.timing import Timer
-from pyg_dfgnn.dispatch import gpu
-from pyg_dfgnn.dispatch.attention import row_split
-from pyg_dfgnn.dispatch.attention.family import FAMILY
 from pyg_dfgnn.runtime import launcher
 from pyg_dfgnn.settings import settings
-from pyg_dfgnn.statements.op import DIRECTIONS
 
 CPU = torch.device("cpu")
-TIMED = [("e", "dot", "1x128", "float32"), ("b", "add", "8x16", "bfloat16"), ("b", "gatv2", "1x64", "float32")]
-
-
-@pytest.fixture
-def constants(monkeypatch):
-    """The numbers of the cost models, which come back after the test."""
-    monkeypatch.setitem(gpu.known, CPU, gpu.H200)
-    monkeypatch.setattr(row_split, "ROW", dict(row_split.ROW))
-    for name in ("STEP", "STEP_S", "LOAD"):
-        monkeypatch.setattr(row_split, name, getattr(row_split, name))
-
-
-def timed_rows(times):
-    """Rows of each pass of the timed cases, in milliseconds from (case, schedule, pass)."""
-    for case in TIMED:
-        for schedule in ("auto", *FAMILY.candidates):
-            for name in DIRECTIONS:
-                row = dict(zip(("graph", "op", "size", "dtype"), case)) | {"schedule": schedule, "direction": name}
-                row |= {"implementation": "fused", "state": "warm", "status": "ok"}
-                yield {**dict.fromkeys(FIELDS, ""), **row, "median_ms": times(case, schedule, name)}
-
-
-@pytest.fixture
-def path(tmp_path, constants):
-    """Times of three cases: `row_split` takes what is estimated, other schedules ten times that."""
-    table = Table(tmp_path / "choice.csv", FIELDS)
-    table.append(timed_rows(lambda *_: 1.0))
-    samples = costs.read(table.path, CPU, small=True)
-    estimates = {
-        (sample.case, sample.direction): sample.estimate for sample in samples if sample.schedule == "row_split"
-    }
-
-    def times(case, schedule, name):
-        return 1e3 * estimates[case, name] * (1.0 if schedule == "row_split" else 10.0)
-
-    table.keep(list(timed_rows(times)))
-    return table.path
-
-
-def test_passes_that_candidates_can_run_are_read(path):
-    samples = costs.read(path, CPU, small=True)
-    assert {sample.schedule for sample in samples} <= set(FAMILY.candidates)
-    assert {s.direction for s in samples} == set(DIRECTIONS)
-    assert {s.schedule for s in samples if s.case[1] == "gatv2"} == {"row_split", "smem"}
-    assert all(s.error == pytest.approx(0.0, abs=1e-6) for s in samples if s.schedule == "row_split")
-
-
-def test_the_fit_finds_constants_again(path):
-    samples = [sample for sample in costs.read(path, CPU, small=True) if sample.schedule == "row_split"]
-    names = ("row_split.STEP_S", "row_split.ROW.forward", "gpu.launch_s")
-    constants = [costs.Constant(name, CPU) for name in names]
-    assert [constant.value for constant in constants] == [row_split.STEP_S, row_split.ROW["forward"], gpu.H200.launch_s]
-    true = row_split.STEP_S
-    for constant, factor in zip(constants, (3.0, 0.3, 2.0)):
-        constant.set(constant.value * factor)
-    before = costs.spread(samples)
-    after = costs.fit(samples, constants, steps=300)
-    assert after == pytest.approx(costs.spread(samples)) and after < 0.1 < before
-    assert row_split.STEP_S == pytest.approx(true, rel=0.3)
-    assert gpu.H200.launch_s != gpu.known[CPU].launch_s
-
-
-@pytest.mark.parametrize("name", ["row_split.NONE", "row_split.ROW.none", "gpu.none", "gpu.name", "row_split.WORDS.x"])
-def test_what_is_no_constant(name):
-    with pytest.raises((ValueError, AttributeError)):
-        costs.Constant(name, CPU)
-
-
-def test_losses_of_choices(path, capsys):
-    lost = costs.losses(costs.read(path, CPU, small=True))
-    assert len(lost) == 2 * len(TIMED) and [loss for loss, *_ in lost] == sorted(
-        (loss for loss, *_ in lost), reverse=True
-    )
-    # Where auto takes row_split it loses nothing, elsewhere a factor of ten or more.
-    for loss, case, taken, fastest in lost:
-        assert (loss == 0.0) == (set(taken) == {"row_split"}), case
-        assert set(fastest) == {"row_split"}
-    assert costs.main([str(path), "--device", "cpu", "--small", "--fit", "row_split.STEP", "--steps", "5"]) == 0
-    assert f"{len(lost)} choices" in capsys.readouterr().out
-
-
-def test_schedules_that_hand_over_run_with_themselves():
-    ms = {"row_split": (2.0, 3.0), "pmf": (4.0, 1.0), "smmf": (1.0, 1.5)}
-    times = {
-        (name, direction): time for name, pair in ms.items() for direction, time in zip(("targets", "sources"), pair)
-    }
-    expected = {("row_split", "row_split"): 5, ("pmf", "pmf"): 5, ("smmf", "smmf"): 2.5}
-    assert costs.totals(("targets", "sources"), times) == expected
-    assert costs.totals(("targets", "sources"), times, 0.1)["row_split", "row_split"] == pytest.approx(5.1)
 
 
 def test_overhead_resumes(tmp_path, capsys):

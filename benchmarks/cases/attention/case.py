@@ -34,15 +34,6 @@ CHECKED_HEADS = (1, 3, 8)
 CHECKED_CHANNELS = (1, 7, 16, 32, 40, 64, 128, 256)
 CHECKED_DROPOUTS = (0.0, 0.5)
 
-KERNEL_PASSES = {
-    "norm": "forward",
-    "forward": "forward",
-    "targets": "targets",
-    "backward_nodes": "targets",
-    "sources": "sources",
-}
-"""Word in the path of a kernel -> its pass. Norms are computed before the forward pass or in it."""
-
 
 @dataclass(frozen=True)
 class AttentionCase(Case):
@@ -142,18 +133,9 @@ class AttentionCase(Case):
 
         GT forward: ``4 N D b + 4 E + 4 N``; forward and backward three times that, for 12 node tensors and 3 passes.
         """
-        roles = self.roles(graph)
-        sizes = {name: prod(self.shape(name, graph)) for name in roles}
-        inputs, output = sum(sizes.values()), graph.num_dst * self.width
-        of_sources = sum(size for name, size in sizes.items() if roles[name] == "src")
-        elements, passes = {
-            "fwd": (inputs + output, 1),
-            "forward": (inputs + output, 1),
-            "bwd": (2 * (inputs + output), 2),
-            "fwd+bwd": (3 * (inputs + output), 3),
-            "targets": (inputs + 2 * output + inputs - of_sources, 1),
-            "sources": (inputs + output + of_sources, 1),
-        }[direction]
+        inputs = sum(prod(self.shape(name, graph)) for name in self.roles(graph))
+        passes = {"fwd": 1, "bwd": 2, "fwd+bwd": 3}[direction]
+        elements = passes * (inputs + graph.num_dst * self.width)
         return float(itemsize * elements + passes * INDEX_BYTES * (graph.num_edges + graph.num_dst))
 
 

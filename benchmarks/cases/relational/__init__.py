@@ -6,6 +6,6 @@ from benchmarks.case import Family
 from benchmarks.cases.relational.case import LAYERS, RelationalCase
 from benchmarks.cases.relational.implementations import IMPLEMENTATIONS
 
-RELATIONAL = Family(tuple(LAYERS), (), {}, RelationalCase.of, IMPLEMENTATIONS)
+RELATIONAL = Family(tuple(LAYERS), RelationalCase.of, IMPLEMENTATIONS)
 
 __all__ = ["IMPLEMENTATIONS", "LAYERS", "RELATIONAL", "RelationalCase"]
