@@ -4,7 +4,6 @@ import pytest
 import torch
 from torch_geometric.utils import contains_self_loops, is_undirected
 
-from benchmarks.published_sizes import DATA, deviations, size_of
 from pyg_dfgnn.datasets import (
     image_superpixels_like,
     like,
@@ -14,6 +13,7 @@ from pyg_dfgnn.datasets import (
 )
 from pyg_dfgnn.datasets.generators import log_normal_pieces
 from pyg_dfgnn.graph import Graph
+from tests.datasets.sizes import DATA, deviations, size_of
 
 MAKERS = {
     "mnist_superpixels_like": (image_superpixels_like, "MNIST"),

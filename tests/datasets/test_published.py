@@ -1,18 +1,15 @@
-"""Published counts against what the data configs load, and the table of both."""
-
-from dataclasses import replace
+"""Published counts against what the data configs load."""
 
 import pytest
 import torch
 from hydra.utils import instantiate
 from torch_geometric.data import Data
 
-from benchmarks import published_sizes
-from benchmarks.published_sizes import DATA, TABLE_1, Entry, Size, describe, deviations, load, size_of
 from pyg_dfgnn.datasets import Task
 from pyg_dfgnn.paths import configs_dir
 from tests.configs.train import train_config
 from tests.datasets.real import SEARCH
+from tests.datasets.sizes import DATA, TABLE_1, Entry, Size, deviations, load, size_of
 
 CONFIGS = sorted(path.stem for path in (configs_dir() / "data").glob("*.yaml"))
 SMALL = [name for name in CONFIGS if name.endswith("_small")]
@@ -99,35 +96,3 @@ def test_size_and_deviations():
     assert size == Size(2, 2.0, 1.5, 2, 2, 2) and size.mean_degree == 0.75
     entry = Entry("X", Size(2, 2.5, 1.5, None, 2, 2), (0.3, 0.1, 0.0))
     assert deviations(size, entry) == {"nodes": (pytest.approx(-0.2), 0.3), "edges": (0.0, 0.1)}
-
-
-def test_describe_named_sets(here, monkeypatch):
-    table = describe(["cluster"], ["task.num_train=2000", "task.num_val=1", "task.num_test=1"]).splitlines()
-    assert len(table) == 2 and table[0].split() == " ".join(published_sizes.HEADER).split()
-    assert (
-        "12,000 / 2,002" in table[1] and "4,303 / 4," in table[1] and "fresh graphs by the published recipe" in table[1]
-    )
-    assert "OFF" not in table[1] and "(2 %)" in table[1]
-    changed = replace(DATA["cluster"], tolerance=(0.0, 0.0, 0.0))
-    monkeypatch.setitem(published_sizes.DATA, "cluster", changed)
-    assert "OFF nodes" in describe(["cluster"], ["task.num_train=200"])
-
-
-def test_describe_says_what_is_not_here(here, monkeypatch):
-    monkeypatch.setattr(published_sizes, "load", lambda name, overrides: pytest.fail(name))
-    monkeypatch.setattr(published_sizes, "TABLE_1", {name: entry for name, entry in TABLE_1.items() if entry.large})
-    assert describe().count("not loaded: large, name it: ") == 4
-    monkeypatch.undo()
-    monkeypatch.chdir(here)
-    row = describe(["cora"], ["task.download=false", f"task.search=[{here}]", f"task.cache={here}"]).splitlines()[1]
-    assert row.endswith("not loaded: the raw files of Cora were not found") and "2,708 / -" in row
-
-
-def test_command(here, capsys):
-    published_sizes.main(["reddit_like_small", "task.scale=0.01"])
-    printed = capsys.readouterr().out
-    assert "2,330" in printed and "0.01 of the nodes" in printed
-    for words, part in ((["nothing"], "'data' needs one of"), (["cora", "task.colour=1"], "task.colour")):
-        with pytest.raises(SystemExit, match="2"):
-            published_sizes.main(words)
-        assert part in capsys.readouterr().err

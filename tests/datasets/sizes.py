@@ -1,25 +1,13 @@
-"""Compare data sets with their published sizes: `python -m benchmarks.published_sizes [data configs] [task.key=value]`.
+"""The published sizes of data sets by `data=` config, and the deviations that are allowed of them."""
 
-The table shows counts as "published / loaded". Without the name of a config it shows the data sets of DF-GNN's Table 1.
-"""
-
-from __future__ import annotations
-
-import argparse
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from hydra.errors import HydraException
 from hydra.utils import instantiate
 
-from benchmarks.training_config import training_config
 from pyg_dfgnn.datasets import Task
-from pyg_dfgnn.errors import check_choice
-from pyg_dfgnn.paths import configs_dir
-
-_COUNTS = ("graphs", "nodes", "edges", "mean_degree", "max_degree", "features", "classes")
-HEADER = ("data", "stands for", *(what.replace("_", " ") for what in _COUNTS), "off by (allowed)", "made up")
+from tests.configs.train import train_config
 
 
 class Size(NamedTuple):
@@ -55,13 +43,11 @@ class Entry:
         name: The published data set.
         size: Its size.
         tolerance: Relative deviations allowed of nodes, edges and the largest degree.
-        large: Takes minutes or gigabytes to make or to load.
     """
 
     name: str
     size: Size
     tolerance: tuple[float, float, float] = (0.0, 0.0, 0.0)
-    large: bool = False
 
 
 def size_of(task: Task) -> Size:
@@ -95,7 +81,7 @@ _COCO = Entry("COCO-SP", Size(123_286, 476.88, 2_693.67, None, 14, 81), _ROUNDED
 _PUBMED = Entry("PubMed", Size(1, 19_717, 88_648, 171, 500, 3))
 # A share of the edges is kept for validation and test; the others have inverses.
 _LINKS = (0.0, 0.003, 0.0)
-_REDDIT = Entry("Reddit", Size(1, 232_965, 114_615_892, 21_657, 602, 41), large=True)
+_REDDIT = Entry("Reddit", Size(1, 232_965, 114_615_892, 21_657, 602, 41))
 # Of SLIC as it is now, which finds fewer superpixels; of other photographs; of what is generated.
 _RECIPE, _PHOTOGRAPHS, _LIKE, _HUBS = (0.1, 0.1, 0.0), (0.03, 0.05, 0.0), (0.01, 0.01, 0.0), (0.0, 0.01, 0.05)
 
@@ -104,15 +90,15 @@ TABLE_1: dict[str, Entry] = {
     "pattern": Entry("PATTERN", Size(14_000, 119.0, 6_079.0, None, 3, 2), (0.03, 0.07, 0.0)),
     "cluster": Entry("CLUSTER", Size(12_000, 117.0, 4_303.0, None, 7, 6), (0.01, 0.02, 0.0)),
     "mnist_superpixels": replace(_MNIST, tolerance=_RECIPE),
-    "cifar10_superpixels": replace(_CIFAR10, tolerance=_RECIPE, large=True),
+    "cifar10_superpixels": replace(_CIFAR10, tolerance=_RECIPE),
     "pascalvoc_sp": replace(_VOC, tolerance=_PHOTOGRAPHS),
     "coco_sp": replace(_COCO, tolerance=_PHOTOGRAPHS),
     "cora": Entry("Cora", Size(1, 2_708, 10_556, 168, 1_433, 7)),
     "citeseer": Entry("CiteSeer", Size(1, 3_327, 9_104, 99, 3_703, 6)),
     "pubmed": _PUBMED,
     "reddit_like": replace(_REDDIT, tolerance=_HUBS),
-    "proteins_like": Entry("ogbn-proteins", Size(1, 132_534, 79_122_504, 7_750, 8, 112), _HUBS, large=True),
-    "ppa_like": Entry("ogbl-ppa", Size(1, 576_289, 42_463_862, 3_241, 58, None), _HUBS, large=True),
+    "proteins_like": Entry("ogbn-proteins", Size(1, 132_534, 79_122_504, 7_750, 8, 112), _HUBS),
+    "ppa_like": Entry("ogbl-ppa", Size(1, 576_289, 42_463_862, 3_241, 58, None), _HUBS),
 }
 """The twelve data sets of DF-GNN's Table 1, by `data=` config."""
 
@@ -121,89 +107,29 @@ DATA: dict[str, Entry] = {
     "mnist_superpixels_like": replace(_MNIST, tolerance=_LIKE),
     "cifar10_superpixels_like": replace(_CIFAR10, tolerance=_LIKE),
     "pascalvoc_sp_like": replace(_VOC, tolerance=_LIKE),
-    "coco_sp_like": replace(_COCO, tolerance=_LIKE, large=True),
+    "coco_sp_like": replace(_COCO, tolerance=_LIKE),
     "pubmed_made_features": _PUBMED,
     "reddit": _REDDIT,
     "cornell5": Entry("cornell5", Size(1, 18_660, 1_581_554, 3_156, 4_735, 2)),
     "tolokers": Entry("tolokers", Size(1, 11_758, 1_038_000, 2_138, 10, 2)),
     "minesweeper": Entry("minesweeper", Size(1, 10_000, 78_804, 8, 7, 2)),
     "squirrel": Entry("squirrel", Size(1, 5_201, 396_706, 1_903, 2_089, 5)),
-    "products_like": Entry("ogbn-products", Size(1, 2_449_029, 123_718_280, 17_481, 100, 47), _HUBS, large=True),
+    "products_like": Entry("ogbn-products", Size(1, 2_449_029, 123_718_280, 17_481, 100, 47), _HUBS),
     "photo": Entry("Amazon Photo", Size(1, 7_650, 238_162, 1_434, 745, 8)),
     "aifb": Entry("AIFB", Size(1, 8_285, 58_086, 1_247, 0, 4)),
     "mutag": Entry("MUTAG", Size(1, 23_644, 148_454, 6_783, 0, 2)),
     "fb15k237": Entry("FB15k-237", Size(1, 14_541, 544_230, None, 0, None)),
     "imdb": Entry("IMDB", Size(1, 12_772, 37_288, None, 1_256, 3)),
-    "am_like": Entry("AM", Size(1, 881_680, 5_668_682, None, 0, 11), large=True),
+    "am_like": Entry("AM", Size(1, 881_680, 5_668_682, None, 0, 11)),
     "bgs_like": Entry("BGS", Size(1, 94_806, 672_884, None, 0, 2)),
-    "mag_like": Entry("ogbn-mag", Size(1, 1_939_743, 21_111_007, None, 128, 349), large=True),
-    "wikikg2_like": Entry("ogbl-wikikg2", Size(1, 2_500_604, 32_218_364, None, 0, None), _LINKS, large=True),
-    "biokg_like": Entry("ogbl-biokg", Size(1, 93_773, 9_525_356, None, 0, None), _LINKS, large=True),
+    "mag_like": Entry("ogbn-mag", Size(1, 1_939_743, 21_111_007, None, 128, 349)),
+    "wikikg2_like": Entry("ogbl-wikikg2", Size(1, 2_500_604, 32_218_364, None, 0, None), _LINKS),
+    "biokg_like": Entry("ogbl-biokg", Size(1, 93_773, 9_525_356, None, 0, None), _LINKS),
 }
 """Everything with a published size, by `data=` config."""
 
 
 def load(name: str, overrides: Sequence[str] = ()) -> Task:
-    """Load the task of a `data=` config, with overrides such as `task.scale=0.1`.
-
-    Raises:
-        ValueError: There is no such config.
-    """
-    check_choice("data", name, sorted(path.stem for path in (configs_dir() / "data").glob("*.yaml")))
-    cfg = training_config([f"data={name}", *(f"data.{override}" for override in overrides)])
+    """Load the task of a `data=` config, with overrides such as `task.scale=0.1`."""
+    cfg = train_config(f"data={name}", *(f"data.{override}" for override in overrides))
     return instantiate(cfg.data.task, _partial_=True)()
-
-
-def describe(names: Sequence[str] = (), overrides: Sequence[str] = ()) -> str:
-    """Return a table of the named data sets, or of Table 1, whose large data sets are loaded only by name.
-
-    The last column says which data were made up, or why a data set was not loaded.
-    """
-    rows: list[tuple[str, ...]] = [HEADER]
-    for name in names or TABLE_1:
-        entry, loaded = DATA.get(name), None
-        if names or not TABLE_1[name].large:
-            try:
-                task = load(name, overrides)
-                loaded, remark = size_of(task), task.synthetic or "nothing"
-            except (FileNotFoundError, ModuleNotFoundError) as error:
-                remark = "not loaded: " + str(error).split(". ")[0]
-        else:
-            remark = f"not loaded: large, name it: {name}"
-        rows.append(_row(name, entry, loaded, remark))
-    widths = [max(map(len, column)) for column in zip(*rows)]
-    return "\n".join("  ".join(cell.ljust(width) for cell, width in zip(row, widths)).rstrip() for row in rows)
-
-
-def _row(name: str, entry: Entry | None, loaded: Size | None, remark: str) -> tuple[str, ...]:
-    sides = entry.size if entry else None, loaded
-    cells = [" / ".join("-" if side is None else _count(side, what) for side in sides) for what in _COUNTS]
-    off = []
-    if entry and loaded:
-        for what, (deviation, allowed) in deviations(loaded, entry).items():
-            verdict = "" if abs(deviation) <= allowed else "OFF "
-            off.append(f"{verdict}{what.replace('_', ' ')} {100 * deviation:+.1f} % ({100 * allowed:g} %)")
-    return name, entry.name if entry else "-", *cells, ", ".join(off) or "-", remark
-
-
-def _count(size: Size, what: str) -> str:
-    value = getattr(size, what)
-    if value is None:
-        return "-"
-    return f"{value:,.1f}" if what == "mean_degree" or value != int(value) else f"{int(value):,}"
-
-
-def main(words: Sequence[str] | None = None) -> None:
-    """Read the command line and print the table."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("arguments", nargs="*", help="data configs, and task.key=value for all of them")
-    arguments = parser.parse_args(words).arguments
-    names = [argument for argument in arguments if "=" not in argument]
-    try:
-        print(describe(names, [argument for argument in arguments if "=" in argument]))
-    except (ValueError, HydraException) as error:
-        parser.error(str(error))
-
-
-if __name__ == "__main__":
-    main()
