@@ -33,7 +33,7 @@ STOPPED_EARLY = 2
 
 def commands() -> dict[str, list[str]]:
     """Name -> words after ``python``, what the host limits first."""
-    named = {"overhead": ["-m", "benchmarks.overhead"]}
+    named = {}
     for model in TABLE_2_MODELS:
         named[f"table2-{model}"] = ["-m", "benchmarks.table2", f"model={model}"]
     for model in CONV_STACKS:
@@ -41,8 +41,7 @@ def commands() -> dict[str, list[str]]:
     named["table2-gine_stack"] = ["-m", "benchmarks.table2", "model=gine_stack", WITH_EDGE_FEATURES, BACKENDS]
     for path in sorted((CONFIGS / "experiment").glob("*.yaml")):
         named[path.stem] = ["-m", "benchmarks", f"experiment={path.stem}"]
-    named["reorder-cost"] = ["-m", "benchmarks.reorder"]
-    named["message-steps"] = ["-m", "benchmarks.message_steps"]
+    named["reorder-cost"] = ["-m", "benchmarks.orders"]
     named["check"] = ["-m", "benchmarks.check", "--schedules", "row_split", "smem", "block_mma"]
     named["documents"] = ["-m", "benchmarks.published"]
     return named
