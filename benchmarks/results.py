@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import csv
 import hashlib
 import platform
@@ -69,19 +68,6 @@ def default_folder(kind: str, device: torch.device, small: bool = False) -> Path
         The path, relative to the working directory.
     """
     return Path("results" if device.type == "cuda" and not small else "outputs") / kind
-
-
-def parsed(
-    parser: argparse.ArgumentParser, arguments: Sequence[str] | None
-) -> tuple[argparse.Namespace, torch.device, Path]:
-    """The options of a command that measures in ``results/bench``, with those of the place: its device and folder."""
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--folder", type=Path, help="(default: results/bench; outputs/bench if small or on a CPU)")
-    parser.add_argument("--small", action="store_true", help="miniature graphs")
-    options = parser.parse_args(arguments)
-    device = torch.device(options.device)
-    folder = options.folder or default_folder("bench", device, options.small)
-    return options, device, folder / file_stem(device, options.small)
 
 
 def _version(*names: str) -> str:
