@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
@@ -77,7 +76,6 @@ class Experiment:
     pace: Pace
     isolated: Isolation
     device: torch.device
-    workers: int
     limit_s: float
     folder: Path
     small: bool
@@ -113,7 +111,6 @@ class Experiment:
             pace=Pace(**values["pace"]),
             isolated=Isolation(**isolated),
             device=torch.device(device),
-            workers=max(1, (os.cpu_count() or 2) - 1) if values["workers"] is None else values["workers"],
         )
         values["folder"] = Path(values["folder"] or default_folder("bench", values["device"], values["small"]))
         return Experiment(**{field.name: values[field.name] for field in fields(Experiment)})

@@ -10,8 +10,8 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import replace
-from functools import partial
+from dataclasses import dataclass, replace
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -23,7 +23,7 @@ from benchmarks.cases import FAMILY_OF, implementation_of
 from benchmarks.experiment import Experiment, Job
 from benchmarks.graphs import benchmark_graph, compare_with_recipe, compressed, recipe_of
 from benchmarks.isolated import EndedError, results
-from benchmarks.prepare import collect_specs, in_force, rounded_problem
+from benchmarks.prepare import in_force, rounded_problem
 from benchmarks.results import Rows, Table, environment, file_stem, now
 from benchmarks.timing import RELEASED_ELEMENTS, Call, Timer, Timing
 from pyg_dfgnn.dispatch.gpu import gpu_of
@@ -32,8 +32,6 @@ from pyg_dfgnn.graph import Graph
 from pyg_dfgnn.reference.oracle import Inputs
 from pyg_dfgnn.reference.tolerances import worst_beside
 from pyg_dfgnn.reference.zoo import EdgeList
-from pyg_dfgnn.runtime.compiler import CompileError, precompile
-from pyg_dfgnn.statements.spec import Spec
 
 FIELDS = (
     "experiment graph nodes edges max_degree op layer size dtype implementation schedule direction state status "
@@ -48,8 +46,21 @@ Without a GPU no kernel runs: "ours" is the reference in plain torch. The times 
 no speed-ups are drawn."""
 
 Row = dict[str, Any]
-Reference = tuple[Inputs, Tensor, dict[str, Tensor]]
-"""Rounded inputs, gradient of the output, and the float64 results."""
+
+
+@dataclass
+class Problem:
+    """A case on a graph in the dtype of that name."""
+
+    case: Case
+    graph: EdgeList
+    dtype: str
+
+    @cached_property
+    def reference(self) -> tuple[Inputs, Tensor, dict[str, Tensor]]:
+        """Rounded inputs, gradient of the output, and the float64 results; made where something is compared."""
+        inputs, grad_out = rounded_problem(self.case, self.graph, [self.dtype])
+        return inputs, grad_out, self.case.reference(self.graph, inputs, grad_out)
 
 
 def graph_columns(graph: EdgeList) -> Row:
@@ -84,21 +95,19 @@ class Measurement:
     Args:
         job: What to measure.
         graph: The graph of the job.
-        reference: What the results are compared with.
+        problem: Its inputs, and what the results are compared with.
         timer: The clock.
         states: Which of 'warm', 'flushed' and 'replay' to time.
     """
 
-    def __init__(self, job: Job, graph: EdgeList, reference: Reference, timer: Timer, states: Sequence[str]) -> None:
-        self.job, self.case, self.graph, self.timer = job, job.case, graph, timer
+    def __init__(self, job: Job, problem: Problem, timer: Timer, states: Sequence[str]) -> None:
+        graph = problem.graph
+        self.job, self.case, self.graph, self.problem, self.timer = job, job.case, graph, problem, timer
         implementation = implementation_of(job.case.op, job.implementation)
         assert implementation is not None
         self.implementation = implementation
         self.is_fused = job.implementation == "fused"
-        inputs, grad_out, self.expected = reference
         self.dtype = DTYPES[job.dtype]
-        self.leaves = {name: tensor.to(self.dtype, copy=True).requires_grad_() for name, tensor in inputs.items()}
-        self.grad_out = grad_out.to(self.dtype)
         self.bound = max(self.case.bound(job.dtype), self.implementation.error_bound)
         self.base: Row = {**job_columns(job, graph.device), **graph_columns(graph), "bound": self.bound}
         is_small = self.case.compulsory_bytes(graph, "fwd", 4) < FLUSHED_BELOW_BYTES
@@ -133,6 +142,9 @@ class Measurement:
         yield from ({**self.base, "direction": direction, "status": status} for direction in directions)
 
     def _measure(self, directions: Sequence[str], training: bool, memory_bytes: float) -> Iterator[Row]:
+        inputs, grad_out, self.expected = self.problem.reference
+        self.leaves = {name: tensor.to(self.dtype, copy=True).requires_grad_() for name, tensor in inputs.items()}
+        self.grad_out = grad_out.to(self.dtype)
         forward = self.implementation.prepare(self.case, self.graph, self.leaves)
         leaves = list(self.leaves.values())
         with nullcontext() if training else torch.no_grad():
@@ -240,12 +252,6 @@ def graph_build_rows(graph: EdgeList, timer: Timer) -> list[Row]:
     return [{**base, "direction": side, **timing_columns(Timing.of(values[1:]))} for side, values in samples.items()]
 
 
-def reference_of(case: Case, graph: EdgeList, dtype: str) -> Reference:
-    """Return the inputs, output gradient and float64 reference that the results of a case are compared with."""
-    inputs, grad_out = rounded_problem(case, graph, [dtype])
-    return inputs, grad_out, case.reference(graph, inputs, grad_out)
-
-
 def memory_bytes_of(device: torch.device) -> float:
     """Memory of a device; unlimited without a GPU."""
     return torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else float("inf")
@@ -255,8 +261,8 @@ def rows_of_job(experiment: Experiment, job: Job) -> Iterator[Row]:
     """All rows of one job, from its graph on: the work of a process of its own."""
     graph = benchmark_graph(job.graph, experiment.device, small=experiment.small)
     timer = Timer(experiment.device, experiment.pace)
-    reference = reference_of(job.case, graph, job.dtype)
-    yield from Measurement(job, graph, reference, timer, experiment.states).rows(memory_bytes_of(experiment.device))
+    problem = Problem(job.case, graph, job.dtype)
+    yield from Measurement(job, problem, timer, experiment.states).rows(memory_bytes_of(experiment.device))
 
 
 def run(config: Mapping[str, Any]) -> int:
@@ -299,8 +305,6 @@ class _Runner:
         self.device = experiment.device
         self.timer = Timer(self.device, experiment.pace)
         self.environment = environment(self.device)
-        self.memory_bytes = memory_bytes_of(self.device)
-        self.compiled: set[Spec] = set()
         self.started = time.perf_counter()
 
     def run(self) -> bool:
@@ -331,42 +335,22 @@ class _Runner:
             return True
         if not small:
             self._print(compare_with_recipe(graph, recipe_of(name)))
-        self._compile(jobs, graph)
         if ("graph", name) not in {(row["op"], row["graph"]) for row in self.table.rows()}:
             self._append(graph_build_rows(graph, self.timer))
-        kept: tuple[tuple[Case, str], Reference] | None = None
+        problem: Problem | None = None
         for job in jobs:
             if self._out_of_time():
                 return False
             if self.experiment.is_isolated(job):
                 self._isolated(job, graph)
                 continue
-            if refused := self._refused(job, graph):
-                self._append(refused)
-                continue
-            key = job.case, job.dtype
-            if kept is None or kept[0] != key:
-                # Not both at once: on the largest graphs each takes gigabytes.
-                kept = None
-                kept = key, reference_of(job.case, graph, job.dtype)
-            measurement = Measurement(job, graph, kept[1], self.timer, self.experiment.states)
-            self._append(list(measurement.rows(self.memory_bytes)))
+            if problem is None or (problem.case, problem.dtype) != (job.case, job.dtype):
+                problem = Problem(job.case, graph, job.dtype)
+            measurement = Measurement(job, problem, self.timer, self.experiment.states)
+            self._append(list(measurement.rows(memory_bytes_of(self.device))))
         Graph.clear_cache()
         self.timer.release()
         return True
-
-    def _refused(self, job: Job, graph: EdgeList) -> list[Row]:
-        """The rows of a job that cannot run in any direction: no reference is needed to say so."""
-        base = {**job_columns(job, self.device), **graph_columns(graph)}
-        implementation = implementation_of(job.case.op, job.implementation)
-        assert implementation is not None
-        rows = []
-        for direction in job.directions:
-            reasons = implementation.reasons(job.case, graph, direction != "fwd", self.memory_bytes)
-            if not reasons:
-                return []
-            rows.append({**base, "direction": direction, "status": "not run: " + "; ".join(reasons)})
-        return rows
 
     def _isolated(self, job: Job, graph: EdgeList) -> None:
         """Each direction in a process of its own, with a limit of its own."""
@@ -383,22 +367,3 @@ class _Runner:
         self.table.append(rows)
         for row in rows:
             self._print(tables.line(row))
-
-    def _compile(self, jobs: Sequence[Job], graph: EdgeList) -> None:
-        """Compiles the fused kernels that no earlier graph needed, in parallel, before anything is timed."""
-        workers = self.experiment.workers
-        if not workers or graph.device.type != "cuda":
-            return
-        wanted = dict.fromkeys((job.case, job.dtype, job.schedule) for job in jobs if job.implementation == "fused")
-        needed: dict[Spec, None] = {}
-        for case, dtype, schedule in wanted:
-            needed.update(dict.fromkeys(collect_specs([case], [graph], [dtype], schedule)))
-        new = [spec for spec in needed if spec not in self.compiled]
-        self.compiled.update(new)
-        # A few kernels compile faster one by one than a pool of processes starts.
-        if len(new) > workers:
-            try:
-                precompile(new, workers)
-            except CompileError as error:
-                # The measurement that needs the kernel meets the error again and lists it.
-                self._print(str(error).splitlines()[0])

@@ -9,7 +9,7 @@ from benchmarks.graphs import benchmark_graph
 from tests.benchmarks.quick import composed, read, results
 
 pytestmark = pytest.mark.cuda
-QUICK = ["pace.sampling_ms=1", "pace.min_repetitions=3", "device=cuda", "small=true", "workers=0"]
+QUICK = ["pace.sampling_ms=1", "pace.min_repetitions=3", "device=cuda", "small=true"]
 
 
 def test_all_states_and_implementations(tmp_path):

@@ -203,7 +203,7 @@ def test_a_failure_is_a_row_and_the_run_goes_on(error, status, tmp_path, monkeyp
 
 
 def test_what_cannot_run_needs_no_reference(tmp_path, monkeypatch):
-    monkeypatch.setattr(run, "reference_of", None)
+    monkeypatch.setattr(run, "rounded_problem", None)
     assert bench(tmp_path, "graphs=[b]", "ops=[gatv2]", "implementations=[flex,unfused]", "dtypes=[float32]") == 0
     rows = [row for row in read(tmp_path) if row["op"] == "gatv2"]
     assert {(row["implementation"], row["direction"]) for row in rows} == {
