@@ -33,10 +33,6 @@ DTYPES = {
 }
 """Name -> storage type; ``tf32`` is float32 whose products may be rounded to TF32."""
 
-MEMORY_FRACTION = 0.9
-"""Fraction of the device's memory that an implementation may be predicted to need; beyond it, it is not tried."""
-
-
 INDEX_BYTES = 4
 
 
@@ -156,14 +152,9 @@ class Implementation:
     error_bound: ClassVar[float] = 2e-3
     is_ours: ClassVar[bool] = False
 
-    def predicted_bytes(self, case: Case, num_edges: int, training: bool) -> float:
-        """Memory of the tensors that grow with the edges."""
-        return 0.0
-
-    def reasons(self, case: Case, graph: EdgeList, training: bool, memory_bytes: float) -> list[str]:
+    def reasons(self, case: Case, graph: EdgeList) -> list[str]:
         """Why it is not run here, [] when it is."""
-        needed = self.predicted_bytes(case, graph.num_edges, training)
-        return [f"needs {needed / 1e9:.0f} GB"] if needed > MEMORY_FRACTION * memory_bytes else []
+        return []
 
     def call(self, case: Case, graph: EdgeList, inputs: Inputs) -> Call:
         """The output as a function of inputs like these; work that is done once per graph is done here."""

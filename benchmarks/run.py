@@ -113,7 +113,7 @@ class Measurement:
         is_small = self.case.compulsory_bytes(graph, "fwd", 4) < FLUSHED_BELOW_BYTES
         self.states = [state for state in states if state == "warm" or is_small]
 
-    def rows(self, memory_bytes: float) -> Iterator[Row]:
+    def rows(self) -> Iterator[Row]:
         """One row per direction and state, or per direction the reason why there is none."""
         forward_only = [d for d in self.job.directions if d == "fwd"]
         training = [d for d in self.job.directions if d != "fwd"]
@@ -123,15 +123,17 @@ class Measurement:
                 plan = self.case.plan(self.job.dtype, self.graph)
                 self.base["ran"] = " ".join(f"{name}={schedule}" for name, (schedule, _) in plan.items()) or "reference"
                 unbounded = self.case.unbounded_reasons(self.job.dtype, self.graph.device)
+            if reasons := [*unbounded, *self.implementation.reasons(self.case, self.graph)]:
+                yield from self._without_times(self.job.directions, "not run: " + "; ".join(reasons))
+                return
             for directions in filter(None, (forward_only, training)):
-                reasons = self.implementation.reasons(self.case, self.graph, directions is training, memory_bytes)
-                if reasons := [*unbounded, *reasons]:
-                    yield from self._without_times(directions, "not run: " + "; ".join(reasons))
-                    continue
                 try:
-                    yield from self._measure(directions, directions is training, memory_bytes)
+                    yield from self._measure(directions, directions is training)
                 except UnsupportedError as error:
                     yield from self._without_times(directions, "not run: " + "; ".join(error.reasons))
+                except torch.OutOfMemoryError:
+                    yield from self._without_times(directions, "not run: out of memory")
+                    self.timer.release()
                 except (RuntimeError, NotImplementedError, ValueError) as error:
                     message = " ".join(f"{type(error).__name__}: {error}".split())[:300]
                     yield from self._without_times(directions, f"failed: {message}")
@@ -141,14 +143,14 @@ class Measurement:
     def _without_times(self, directions: Sequence[str], status: str) -> Iterator[Row]:
         yield from ({**self.base, "direction": direction, "status": status} for direction in directions)
 
-    def _measure(self, directions: Sequence[str], training: bool, memory_bytes: float) -> Iterator[Row]:
+    def _measure(self, directions: Sequence[str], training: bool) -> Iterator[Row]:
         inputs, grad_out, self.expected = self.problem.reference
         self.leaves = {name: tensor.to(self.dtype, copy=True).requires_grad_() for name, tensor in inputs.items()}
         self.grad_out = grad_out.to(self.dtype)
         forward = self.implementation.prepare(self.case, self.graph, self.leaves)
         leaves = list(self.leaves.values())
         with nullcontext() if training else torch.no_grad():
-            base = {**self.base, **self._gate(forward(), training, memory_bytes)}
+            base = {**self.base, **self._gate(forward(), training)}
             if base["status"] != "ok":
                 yield from ({**base, "direction": direction} for direction in directions)
                 return
@@ -168,11 +170,11 @@ class Measurement:
 
                 yield self._timed({**base, "direction": "bwd", "state": "warm"}, self.timer.time(backward))
 
-    def _gate(self, out: Tensor, training: bool, memory_bytes: float) -> Row:
+    def _gate(self, out: Tensor, training: bool) -> Row:
         """The comparison with float64: status, the tensor that is furthest beyond its bound, its error, that bound."""
         errors = self._errors(out, training)
         worst = worst_beside(errors, self.bound)
-        if not worst.is_right and (other := self._beside(training, memory_bytes)) is not None:
+        if not worst.is_right and (other := self._beside()) is not None:
             del out
             pygs = self._errors(other.prepare(self.case, self.graph, self.leaves)(), training)
             worst = worst_beside(errors, self.bound, pygs)
@@ -190,12 +192,12 @@ class Measurement:
         expected = self.expected if training else {"out": self.expected["out"]}
         return self.case.errors(self.graph, actual, expected, self.grad_out).named
 
-    def _beside(self, training: bool, memory_bytes: float) -> Implementation | None:
+    def _beside(self) -> Implementation | None:
         """The implementation whose own error decides where the bound is exceeded; None if it cannot run here."""
         other = implementation_of(self.case.op, FAMILY_OF[self.case.op].beside)
         if other is None or self.job.dtype not in other.dtypes:
             return None
-        return None if other.reasons(self.case, self.graph, training, memory_bytes) else other
+        return None if other.reasons(self.case, self.graph) else other
 
     def _times(self, call: Call, base: Row) -> Iterator[Row]:
         peak_mb = self.timer.peak_mb(call)
@@ -252,17 +254,12 @@ def graph_build_rows(graph: EdgeList, timer: Timer) -> list[Row]:
     return [{**base, "direction": side, **timing_columns(Timing.of(values[1:]))} for side, values in samples.items()]
 
 
-def memory_bytes_of(device: torch.device) -> float:
-    """Memory of a device; unlimited without a GPU."""
-    return torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else float("inf")
-
-
 def rows_of_job(experiment: Experiment, job: Job) -> Iterator[Row]:
     """All rows of one job, from its graph on: the work of a process of its own."""
     graph = benchmark_graph(job.graph, experiment.device, small=experiment.small)
     timer = Timer(experiment.device, experiment.pace)
     problem = Problem(job.case, graph, job.dtype)
-    yield from Measurement(job, problem, timer, experiment.states).rows(memory_bytes_of(experiment.device))
+    yield from Measurement(job, problem, timer, experiment.states).rows()
 
 
 def run(config: Mapping[str, Any]) -> int:
@@ -347,7 +344,7 @@ class _Runner:
             if problem is None or (problem.case, problem.dtype) != (job.case, job.dtype):
                 problem = Problem(job.case, graph, job.dtype)
             measurement = Measurement(job, problem, self.timer, self.experiment.states)
-            self._append(list(measurement.rows(memory_bytes_of(self.device))))
+            self._append(list(measurement.rows()))
         Graph.clear_cache()
         self.timer.release()
         return True

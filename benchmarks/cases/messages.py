@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from types import MappingProxyType
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -340,7 +340,7 @@ class HandWritten(Compiled):
     name = "drop_in"
     title = "our drop-in"
 
-    def reasons(self, case: MessageCase, graph: EdgeList, training: bool, memory_bytes: float) -> list[str]:  # type: ignore[override]
+    def reasons(self, case: MessageCase, graph: EdgeList) -> list[str]:  # type: ignore[override]
         return [] if case.spec.hand else [f"there is no drop-in for {case.layer}"]
 
     def layer(self, case: MessageCase, x: Tensor) -> nn.Module:
@@ -354,10 +354,6 @@ class PyG(Implementation):
     name = "pyg"
     title = "PyG"
     dtypes = ("float32", "bfloat16")
-    message_tensors: ClassVar[tuple[int, int]] = (4, 8)
-
-    def predicted_bytes(self, case: MessageCase, num_edges: int, training: bool) -> float:  # type: ignore[override]
-        return 4.0 * num_edges * case.channels * self.message_tensors[training]
 
     def call(self, case: MessageCase, graph: EdgeList, inputs: Inputs) -> Call:  # type: ignore[override]
         return partial(case.call, case.module(inputs["x"].device, inputs["x"].dtype), graph.edge_index)

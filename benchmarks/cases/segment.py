@@ -185,7 +185,7 @@ class SegmentCase(Case):
 
 
 class Baseline(Implementation):
-    """Another implementation, whose memory is that of [E, F] tensors.
+    """Another implementation.
 
     Attributes:
         ops: Operations that it has.
@@ -194,17 +194,8 @@ class Baseline(Implementation):
     dtypes = ("float32", "bfloat16")
     ops: ClassVar[tuple[str, ...]] = tuple(AGGREGATIONS)
 
-    def message_tensors(self, case: SegmentCase, training: bool) -> int:
-        """Number of [E, F] tensors alive at the peak."""
-        return 0
-
-    def predicted_bytes(self, case: SegmentCase, num_edges: int, training: bool) -> float:  # type: ignore[override]
-        return 4.0 * num_edges * case.channels * self.message_tensors(case, training)
-
-    def reasons(self, case: SegmentCase, graph: EdgeList, training: bool, memory_bytes: float) -> list[str]:  # type: ignore[override]
-        if case.op not in self.ops:
-            return [f"has no {case.layer}"]
-        return super().reasons(case, graph, training, memory_bytes)
+    def reasons(self, case: SegmentCase, graph: EdgeList) -> list[str]:  # type: ignore[override]
+        return [] if case.op in self.ops else [f"has no {case.layer}"]
 
 
 class PyG(Baseline):
@@ -212,10 +203,6 @@ class PyG(Baseline):
 
     name = "pyg"
     title = "PyG"
-
-    def message_tensors(self, case: SegmentCase, training: bool) -> int:
-        forward = 1 + case.aggregation.weighted + (len(case.aggregation.stats) > 1)
-        return forward + training * (1 if case.aggregation.is_linear else 3)
 
     def call(self, case: SegmentCase, graph: EdgeList, inputs: Inputs) -> Call:  # type: ignore[override]
         stats = list(case.aggregation.stats)
@@ -231,9 +218,6 @@ class PyG(Baseline):
 
 class CompiledPyG(TorchCompiled, PyG):
     """``torch.compile`` of the same call."""
-
-    def message_tensors(self, case: SegmentCase, training: bool) -> int:
-        return 0
 
 
 class _Product(torch.autograd.Function):
@@ -298,9 +282,6 @@ class SegmentReduce(Baseline):
     name = "segment_reduce"
     title = "torch.segment_reduce"
     ops = ("sum", "mean", "max")
-
-    def message_tensors(self, case: SegmentCase, training: bool) -> int:
-        return 1 + training
 
     def prepare(self, case: SegmentCase, graph: EdgeList, inputs: Inputs) -> Forward:  # type: ignore[override]
         sparse = Sparse(graph.edge_index, graph.num_src, graph.num_dst)

@@ -6,57 +6,31 @@ All of them take the same projected tensors, so that no linear layer is timed, a
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch_geometric import nn
 
-from benchmarks.case import MEMORY_FRACTION, Call, Forward, Fused, Implementation, TorchCompiled
+from benchmarks.case import Call, Forward, Fused, Implementation, TorchCompiled
 from benchmarks.cases.attention.case import NEGATIVE_SLOPE, AttentionCase
 from benchmarks.cases.sparse import Sparse
 from pyg_dfgnn.reference.oracle import Inputs
 from pyg_dfgnn.reference.zoo import EdgeList
 
 
-class AttentionImplementation(Implementation):
-    """An implementation of attention whose memory is that of [E, H, C] and [E, H] tensors in float32."""
-
-    def message_tensors(self, case: AttentionCase, training: bool) -> float:
-        """Number of [E, H, C] tensors alive at the peak."""
-        return 0.0
-
-    def edge_tensors(self, case: AttentionCase, training: bool) -> float:
-        """Number of [E, H] tensors alive at the peak."""
-        return 0.0
-
-    def predicted_bytes(self, case: AttentionCase, num_edges: int, training: bool) -> float:  # type: ignore[override]
-        per_edge = self.message_tensors(case, training) * case.channels + self.edge_tensors(case, training)
-        return 4.0 * num_edges * case.heads * per_edge
-
-
-class PyG(AttentionImplementation):
+class PyG(Implementation):
     """The attention part of PyG's convs: their own ``propagate`` on given projections."""
 
     name = "pyg"
     title = "PyG"
-    messages: ClassVar[dict[str, float]] = {"add": 2.0, "dot": 4.0, "cosine": 4.0, "gatv2": 4.0}
 
-    def message_tensors(self, case: AttentionCase, training: bool) -> float:
-        return self.messages[case.score] + (2.0 if training else 0.0)
-
-    def edge_tensors(self, case: AttentionCase, training: bool) -> float:
-        return 6.0
-
-    def reasons(self, case: AttentionCase, graph: EdgeList, training: bool, memory_bytes: float) -> list[str]:  # type: ignore[override]
-        reasons = super().reasons(case, graph, training, memory_bytes)
-        if case.heads > 1 and _PYG_CALLS[case.score] is _agnn:
-            reasons.append("AGNNConv has one head")
-        return reasons
+    def reasons(self, case: AttentionCase, graph: EdgeList) -> list[str]:  # type: ignore[override]
+        return ["AGNNConv has one head"] if case.heads > 1 and _PYG_CALLS[case.op] is _agnn else []
 
     def call(self, case: AttentionCase, graph: EdgeList, inputs: Inputs) -> Call:  # type: ignore[override]
-        call = _PYG_CALLS[case.score](case, graph)
+        call = _PYG_CALLS[case.op](case, graph)
         return lambda inputs: call(inputs).view(-1, case.heads, case.channels)
 
 
@@ -117,9 +91,6 @@ _PYG_CALLS: dict[str, Callable[[AttentionCase, EdgeList], Call]] = {
 
 class CompiledPyG(TorchCompiled, PyG):
     """``torch.compile`` of the same call."""
-
-    def message_tensors(self, case: AttentionCase, training: bool) -> float:
-        return 0.0
 
 
 class _Dot:
@@ -228,29 +199,23 @@ def unfused_attention(
     return torch.stack(outs, dim=1)
 
 
-class Unfused(AttentionImplementation):
+class Unfused(Implementation):
     """cuSPARSE's SDDMM and SpMM with a row softmax between them, head by head."""
 
     name = "unfused"
     title = "cuSPARSE, unfused"
 
-    def edge_tensors(self, case: AttentionCase, training: bool) -> float:
-        return 8.0 if training else 6.0
-
-    def reasons(self, case: AttentionCase, graph: EdgeList, training: bool, memory_bytes: float) -> list[str]:  # type: ignore[override]
-        reasons = super().reasons(case, graph, training, memory_bytes)
-        if case.score not in _UNFUSED:
-            reasons.append(f"the {case.layer} score is no inner product, so no SDDMM forms it")
-        return reasons
+    def reasons(self, case: AttentionCase, graph: EdgeList) -> list[str]:  # type: ignore[override]
+        return [] if case.op in _UNFUSED else [f"the {case.layer} score is no inner product, so no SDDMM forms it"]
 
     def prepare(self, case: AttentionCase, graph: EdgeList, inputs: Inputs) -> Forward:  # type: ignore[override]
         sparse = Sparse(graph.edge_index, graph.num_src, graph.num_dst)
         beta = inputs.get("beta")
         tensors = [tensor for name, tensor in inputs.items() if name != "beta"]
-        return lambda: unfused_attention(sparse, case.score, tensors, beta)
+        return lambda: unfused_attention(sparse, case.op, tensors, beta)
 
 
-class Flex(AttentionImplementation):
+class Flex(Implementation):
     """FlexAttention over the nodes as one sequence; blocks of the adjacency without edges are skipped.
 
     The mask reads a dense adjacency, one per graph of a batch, which has to fit in memory.
@@ -261,7 +226,6 @@ class Flex(AttentionImplementation):
     dtypes = ("float32", "bfloat16")
     block = 128
     max_mask_bytes = 4e9
-    scores = frozenset({"dot"})
 
     def __init__(self, compiled: bool = True) -> None:
         self.compiled = compiled
@@ -273,12 +237,10 @@ class Flex(AttentionImplementation):
             return 1, graph.num_src
         return graph.ptr.numel() - 1, int(graph.ptr.diff().max())
 
-    def reasons(self, case: AttentionCase, graph: EdgeList, training: bool, memory_bytes: float) -> list[str]:  # type: ignore[override]
-        reasons = super().reasons(case, graph, training, memory_bytes)
-        if case.score not in self.scores:
-            reasons.append("FlexAttention's score is a scaled dot product")
+    def reasons(self, case: AttentionCase, graph: EdgeList) -> list[str]:  # type: ignore[override]
+        reasons = [] if case.op == "dot" else ["FlexAttention's score is a scaled dot product"]
         count, nodes = self._largest(graph)
-        if count * nodes**2 > min(self.max_mask_bytes, MEMORY_FRACTION * memory_bytes):
+        if count * nodes**2 > self.max_mask_bytes:
             reasons.append(f"its mask needs {count * nodes**2 / 1e9:.0f} GB")
         return reasons
 

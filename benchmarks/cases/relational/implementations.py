@@ -13,7 +13,7 @@ import torch_geometric.nn
 from torch import Tensor
 from torch_geometric.utils import scatter
 
-from benchmarks.case import MEMORY_FRACTION, Call, Forward, Fused, Implementation, TorchCompiled
+from benchmarks.case import Call, Forward, Fused, Implementation, TorchCompiled
 from benchmarks.cases.relational.case import Edges, RelationalCase, counts_of
 from benchmarks.graphs import compressed
 from pyg_dfgnn import nn as ours
@@ -28,7 +28,7 @@ from pyg_dfgnn.reference.zoo import EdgeList
 
 
 class RelationalImplementation(Implementation):
-    """An implementation whose memory is predicted from the graph.
+    """An implementation of some of the layers.
 
     Attributes:
         convs: Layer -> class that it is a function of; others are not computed.
@@ -36,15 +36,8 @@ class RelationalImplementation(Implementation):
 
     convs: ClassVar[Mapping[str, str]] = {"rgcn": "RGCNConv", "rgat": "RGATConv", "hgt": "HGTConv"}
 
-    def elements(self, case: RelationalCase, edges: Edges, training: bool) -> float:
-        """Numbers of the largest tensors that are alive at once, beside inputs, output and their gradients."""
-        return 0.0
-
-    def reasons(self, case: RelationalCase, graph: EdgeList, training: bool, memory_bytes: float) -> list[str]:  # type: ignore[override]
-        if case.op not in self.convs:
-            return [f"has no {case.layer}"]
-        needed = 4.0 * self.elements(case, Edges.of_list(graph), training)
-        return [f"needs {needed / 1e9:.0f} GB"] if needed > MEMORY_FRACTION * memory_bytes else []
+    def reasons(self, case: RelationalCase, graph: EdgeList) -> list[str]:  # type: ignore[override]
+        return [] if case.op in self.convs else [f"has no {case.layer}"]
 
 
 class Ours(RelationalImplementation, Fused):
@@ -60,16 +53,6 @@ class PyG(RelationalImplementation):
     name = "pyg"
     title = "PyG"
 
-    def elements(self, case: RelationalCase, edges: Edges, training: bool) -> float:
-        num_edges, width = edges.edge_type.numel(), case.width
-        if case.op == "rgcn":
-            # Each relation keeps its sums for backward.
-            return sum(edges.sizes) * width * (edges.num_relations if training else 2)
-        if case.op == "rgat":
-            return num_edges * width * (width * (2 if training else 1) + 4)
-        rows = sum(edges.sizes[source] for source, _ in edges.ends)
-        return width * ((5 if training else 3) * rows + (6 if training else 4) * num_edges)
-
     def call(self, case: RelationalCase, graph: EdgeList, inputs: Inputs) -> Call:  # type: ignore[override]
         return case.call(torch_geometric.nn, Edges.of_list(graph), self.convs[case.op])
 
@@ -80,10 +63,6 @@ class FastPyG(PyG):
     name = "pyg_fast"
     title = "PyG's FastRGCNConv"
     convs: ClassVar[Mapping[str, str]] = {"rgcn": "FastRGCNConv"}
-
-    def elements(self, case: RelationalCase, edges: Edges, training: bool) -> float:
-        num_edges = edges.edge_type.numel()
-        return num_edges * (case.width * case.width * (2 if training else 1) + edges.num_relations + 2 * case.width)
 
 
 class CompiledPyG(TorchCompiled, PyG):
@@ -104,12 +83,8 @@ class Fasten(RelationalImplementation):
     dtypes = ("float32", "tf32")
     convs: ClassVar[Mapping[str, str]] = {"rgcn": "FastenRGCNConv"}
 
-    def elements(self, case: RelationalCase, edges: Edges, training: bool) -> float:
-        # Gradients of weights have parts, one for 32 edges where it tries its smallest tiles.
-        return edges.edge_type.numel() * case.width * (5 + case.width / 32 if training else 3)
-
-    def reasons(self, case: RelationalCase, graph: EdgeList, training: bool, memory_bytes: float) -> list[str]:  # type: ignore[override]
-        if reasons := super().reasons(case, graph, training, memory_bytes):
+    def reasons(self, case: RelationalCase, graph: EdgeList) -> list[str]:  # type: ignore[override]
+        if reasons := super().reasons(case, graph):
             return reasons
         try:
             importlib.import_module(self.name)
@@ -151,9 +126,6 @@ class Hector(RelationalImplementation):
     title = "ours as Hector, plain"
     is_ours = True
     passes: ClassVar[Passes] = Passes(frozenset({"aggregate_first", "reorder", "compact"}), frozenset())
-
-    def elements(self, case: RelationalCase, edges: Edges, training: bool) -> float:
-        return edges.edge_type.numel() * case.width * (6 if training else 3)
 
     def prepare(self, case: RelationalCase, graph: EdgeList, inputs: Inputs) -> Forward:  # type: ignore[override]
         edges = Edges.of_list(graph)
