@@ -6,17 +6,19 @@ the classes of this module alone, so a new family is measured, checked and drawn
 
 from __future__ import annotations
 
+import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from math import prod
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
 from benchmarks.graphs import compressed
+from pyg_dfgnn.dispatch import core as dispatch
 from pyg_dfgnn.graph import Graph
 from pyg_dfgnn.reference.oracle import Errors, Inputs, compare, float64_reference
 from pyg_dfgnn.reference.tolerances import BACKWARD, tolerance
@@ -36,24 +38,58 @@ DTYPES = {
 INDEX_BYTES = 4
 
 
+@dataclass(frozen=True)
 class Case(ABC):
     """One operation of one size; ``str`` gives a readable id.
 
     Attributes:
         op: Name of the operation, unique over all families.
-        size: Its size, as a config and the result files write it, such as ``1x128``.
-        layer: Name of the layer in tables and figures.
-        width: Number of elements of the output per target.
+        titles: Name of an operation -> its layer in tables and figures.
         family: Name of the family in the table of tolerances.
-        target_rows_of: Inputs of ``plain`` that are the targets' rows of another input where no such input is given.
+        dispatched: Family of kernels that the operation chooses from; None: its layer chooses.
+        backward: Passes of its backward pass.
     """
 
     op: str
-    size: str
-    layer: str
-    width: int
-    family: str
-    target_rows_of: Mapping[str, str]
+
+    titles: ClassVar[Mapping[str, str]]
+    family: ClassVar[str]
+    dispatched: ClassVar[dispatch.Family | None] = None
+    backward: ClassVar[tuple[str, ...]] = dispatch.BACKWARD
+
+    @staticmethod
+    @abstractmethod
+    def dims(size: str) -> dict[str, int]:
+        """The fields that a size in a config stands for.
+
+        Raises:
+            ValueError: The size has another form.
+        """
+
+    @classmethod
+    def of(cls, op: str, size: str) -> Case:
+        """The case of an operation and a size; raises a ValueError for a size of another form."""
+        return cls(op, **cls.dims(size))
+
+    @property
+    @abstractmethod
+    def size(self) -> str:
+        """Its size, as a config and the result files write it, such as ``1x128``."""
+
+    @property
+    @abstractmethod
+    def width(self) -> int:
+        """Number of elements of the output per target."""
+
+    @property
+    def layer(self) -> str:
+        """Name of the layer in tables and figures."""
+        return self.titles[self.op]
+
+    @property
+    def target_rows_of(self) -> dict[str, str]:
+        """Inputs of ``plain`` that are the targets' rows of another input where no such input is given."""
+        return {}
 
     @abstractmethod
     def roles(self, graph: EdgeList) -> dict[str, str]:
@@ -84,13 +120,23 @@ class Case(ABC):
         """The dropout factors that the operation draws next, in the order of the edges; None without dropout."""
         return None
 
+    def problem(self, dtype: str, device: torch.device) -> Any:
+        """The problem of this case for dispatch, in the dtype of that name."""
+        raise NotImplementedError
+
     def plan(self, dtype: str, graph: EdgeList) -> dict[str, tuple[str, str]]:
         """Pass -> schedule that runs it and a description of how; {} where no schedule is chosen."""
-        return {}
+        if self.dispatched is None or self.unsupported_reasons(dtype, graph.device):
+            return {}
+        problem = self.problem(dtype, graph.device)
+        choices = dispatch.explain(self.dispatched, problem, compressed(graph), True, backward=self.backward)
+        return {choice.direction: (choice.plan.schedule, repr(choice.plan)) for choice in choices}
 
-    @abstractmethod
     def unsupported_reasons(self, dtype: str, device: torch.device) -> list[str]:
         """Why no kernel computes this case, [] where one does."""
+        if self.dispatched is not None:
+            return self.dispatched.unsupported(self.problem(dtype, device))
+        return [] if device.type == "cuda" else ["the tensors are on a CPU"]
 
     def compulsory_bytes(self, graph: EdgeList, direction: str, itemsize: int) -> float:
         """Bytes of inputs, output and their gradients, and of two indices per edge and pass, each touched once.
@@ -133,6 +179,49 @@ class Case(ABC):
         if reasons and DTYPES[dtype].itemsize == 2:
             return ["the reference rounds every step to 16 bits, no bound holds for it", *reasons]
         return []
+
+
+@dataclass(frozen=True)
+class HeadsCase(Case):
+    """A case whose size is a number of heads and of channels of each."""
+
+    heads: int
+    channels: int
+
+    @staticmethod
+    def dims(size: str) -> dict[str, int]:
+        if not re.fullmatch(r"[1-9]\d*x[1-9]\d*", str(size)):
+            raise ValueError(f"'sizes' needs a list of heads x channels, such as [1x128,8x16] (got {size!r})")
+        return dict(zip(("heads", "channels"), map(int, size.split("x"))))
+
+    @property
+    def size(self) -> str:
+        return f"{self.heads}x{self.channels}"
+
+    @property
+    def width(self) -> int:
+        return self.heads * self.channels
+
+
+@dataclass(frozen=True)
+class FeaturesCase(Case):
+    """A case whose size is a number of features."""
+
+    channels: int
+
+    @staticmethod
+    def dims(size: str) -> dict[str, int]:
+        if not re.fullmatch(r"[1-9]\d*", str(size)):
+            raise ValueError(f"'sizes' needs a list of numbers of features, such as [64,128] (got {size!r})")
+        return {"channels": int(size)}
+
+    @property
+    def size(self) -> str:
+        return str(self.channels)
+
+    @property
+    def width(self) -> int:
+        return self.channels
 
 
 class Implementation:

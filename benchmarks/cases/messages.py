@@ -5,11 +5,9 @@ Every case is one layer as wide as its input. The layer in float64 is the refere
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -21,10 +19,9 @@ from torch_geometric.nn import MessagePassing
 from torch_geometric.utils import softmax
 
 from benchmarks.case import (
-    DTYPES,
     Call,
-    Case,
     Family,
+    FeaturesCase,
     Forward,
     Fused,
     Implementation,
@@ -191,42 +188,23 @@ LAYERS = {
 
 
 @dataclass(frozen=True)
-class MessageCase(Case):
+class MessageCase(FeaturesCase):
     """One layer as wide as its input."""
 
-    op: str
-    channels: int
-
+    titles = {name: layer.title for name, layer in LAYERS.items()}
     family = "relational"
-    target_rows_of = MappingProxyType({})
 
     @staticmethod
-    def of(op: str, size: str) -> MessageCase:
-        """The case of a layer and a number of features.
-
-        Raises:
-            ValueError: The size has another form.
-        """
-        if not re.fullmatch(r"[1-9]\d*", str(size)) or int(size) % HEADS:
+    def dims(size: str) -> dict[str, int]:
+        dims = FeaturesCase.dims(size)
+        if dims["channels"] % HEADS:
             raise ValueError(f"'sizes' needs a list of multiples of {HEADS}, such as [64,128] (got {size!r})")
-        return MessageCase(op, int(size))
+        return dims
 
     @property
     def spec(self) -> Layer:
         """Entry of the layer in :data:`LAYERS`."""
         return LAYERS[self.op]
-
-    @property
-    def layer(self) -> str:  # type: ignore[override]
-        return self.spec.title
-
-    @property
-    def size(self) -> str:  # type: ignore[override]
-        return str(self.channels)
-
-    @property
-    def width(self) -> int:  # type: ignore[override]
-        return self.channels
 
     def module(self, device: torch.device, dtype: torch.dtype = torch.float32) -> nn.Module:
         """The layer, with the same parameters each time."""
@@ -303,14 +281,6 @@ class MessageCase(Case):
         largest = tolerance(dtype, BACKWARD, self.family).largest
         assert largest is not None
         return largest
-
-    def unsupported_reasons(self, dtype: str, device: torch.device) -> list[str]:
-        return []
-
-    def unbounded_reasons(self, dtype: str, device: torch.device) -> list[str]:
-        if DTYPES[dtype].itemsize == 2 and device.type != "cuda":
-            return ["the reference rounds every step to 16 bits, no bound holds for it"]
-        return []
 
 
 class Compiled(Fused):

@@ -6,11 +6,9 @@ All of them take the same features and edges. Peers are times of other packages,
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from math import prod
-from types import MappingProxyType
 from typing import Any, ClassVar
 
 import torch
@@ -24,6 +22,7 @@ from benchmarks.case import (
     Call,
     Case,
     Family,
+    FeaturesCase,
     Forward,
     Fused,
     Implementation,
@@ -33,9 +32,7 @@ from benchmarks.case import (
     peers_of,
 )
 from benchmarks.cases.sparse import Sparse
-from benchmarks.graphs import compressed
-from pyg_dfgnn.dispatch.core import explain
-from pyg_dfgnn.dispatch.segment import FAMILY, SegmentProblem, unsupported_reasons
+from pyg_dfgnn.dispatch.segment import FAMILY, SegmentProblem
 from pyg_dfgnn.graph import Graph
 from pyg_dfgnn.ops.segment import aggregate
 from pyg_dfgnn.reference.oracle import Inputs
@@ -75,40 +72,20 @@ AGGREGATIONS = {
 
 
 @dataclass(frozen=True)
-class SegmentCase(Case):
+class SegmentCase(FeaturesCase):
     """One operation on features of one width."""
 
-    op: str
-    channels: int
-
+    titles = {name: aggregation.layer for name, aggregation in AGGREGATIONS.items()}
     family = "segment"
-    target_rows_of = MappingProxyType({})
-
-    @staticmethod
-    def of(op: str, size: str) -> SegmentCase:
-        """The case of an operation and a number of features.
-
-        Raises:
-            ValueError: The size has another form.
-        """
-        if not re.fullmatch(r"[1-9]\d*", str(size)):
-            raise ValueError(f"'sizes' needs a list of numbers of features, such as [64,128] (got {size!r})")
-        return SegmentCase(op, int(size))
+    dispatched = FAMILY
+    backward = ("sources",)
 
     @property
     def aggregation(self) -> Aggregation:
         return AGGREGATIONS[self.op]
 
     @property
-    def size(self) -> str:  # type: ignore[override]
-        return str(self.channels)
-
-    @property
-    def layer(self) -> str:  # type: ignore[override]
-        return self.aggregation.layer
-
-    @property
-    def width(self) -> int:  # type: ignore[override]
+    def width(self) -> int:
         return self.channels * len(self.aggregation.stats)
 
     def __str__(self) -> str:
@@ -155,16 +132,6 @@ class SegmentCase(Case):
         """Return the problem of this case for dispatch, in the dtype of that name."""
         message = "weight" if self.aggregation.weighted else "copy"
         return SegmentProblem(message, self.aggregation.stats, self.channels, DTYPES[dtype], device)
-
-    def plan(self, dtype: str, graph: EdgeList) -> dict[str, tuple[str, str]]:
-        problem = self.problem(dtype, graph.device)
-        if unsupported_reasons(problem):
-            return {}
-        choices = explain(FAMILY, problem, compressed(graph), True, backward=("sources",))
-        return {choice.direction: (choice.plan.schedule, repr(choice.plan)) for choice in choices}
-
-    def unsupported_reasons(self, dtype: str, device: torch.device) -> list[str]:
-        return unsupported_reasons(self.problem(dtype, device))
 
     def compulsory_bytes(self, graph: EdgeList, direction: str, itemsize: int) -> float:
         """Bytes of inputs, output, their gradients, and the index of each pass, each touched once.

@@ -226,6 +226,7 @@ class Flex(Implementation):
     dtypes = ("float32", "bfloat16")
     block = 128
     max_mask_bytes = 4e9
+    scores = frozenset({"dot"})
 
     def __init__(self, compiled: bool = True) -> None:
         self.compiled = compiled
@@ -238,7 +239,7 @@ class Flex(Implementation):
         return graph.ptr.numel() - 1, int(graph.ptr.diff().max())
 
     def reasons(self, case: AttentionCase, graph: EdgeList) -> list[str]:  # type: ignore[override]
-        reasons = [] if case.op == "dot" else ["FlexAttention's score is a scaled dot product"]
+        reasons = [] if case.op in self.scores else ["FlexAttention's score is a scaled dot product"]
         count, nodes = self._largest(graph)
         if count * nodes**2 > self.max_mask_bytes:
             reasons.append(f"its mask needs {count * nodes**2 / 1e9:.0f} GB")

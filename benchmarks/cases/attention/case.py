@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from dataclasses import dataclass
 from itertools import product
 from math import prod
@@ -10,12 +9,10 @@ from math import prod
 import torch
 from torch import Tensor
 
-from benchmarks.case import DTYPES, INDEX_BYTES, Case
-from benchmarks.graphs import compressed
+from benchmarks.case import DTYPES, INDEX_BYTES, Case, HeadsCase
 from pyg_dfgnn import ops
-from pyg_dfgnn.dispatch.attention.family import FAMILY, unsupported_reasons
+from pyg_dfgnn.dispatch.attention.family import FAMILY
 from pyg_dfgnn.dispatch.attention.problem import AttentionProblem
-from pyg_dfgnn.dispatch.core import explain
 from pyg_dfgnn.graph import Graph
 from pyg_dfgnn.ops.core import draw_seed
 from pyg_dfgnn.reference import attention as reference
@@ -36,74 +33,45 @@ CHECKED_DROPOUTS = (0.0, 0.5)
 
 
 @dataclass(frozen=True)
-class AttentionCase(Case):
+class AttentionCase(HeadsCase):
     """One point of the grid of scores, heads, channels per head, edge features and dropout."""
 
-    score: str
-    heads: int
-    channels: int
     edge: bool = False
     dropout: float = 0.0
 
+    titles = LAYERS
     family = "attention"
-
-    @staticmethod
-    def of(op: str, size: str) -> AttentionCase:
-        """The case of a score and a size, heads x channels.
-
-        Raises:
-            ValueError: The size has another form.
-        """
-        if not re.fullmatch(r"[1-9]\d*x[1-9]\d*", str(size)):
-            raise ValueError(f"'sizes' needs a list of heads x channels, such as [1x128,8x16] (got {size!r})")
-        heads, channels = map(int, size.split("x"))
-        return AttentionCase(op, heads, channels)
+    dispatched = FAMILY
 
     @property
-    def op(self) -> str:  # type: ignore[override]
-        return self.score
-
-    @property
-    def size(self) -> str:  # type: ignore[override]
-        return f"{self.heads}x{self.channels}"
-
-    @property
-    def layer(self) -> str:  # type: ignore[override]
-        return LAYERS[self.score]
-
-    @property
-    def width(self) -> int:  # type: ignore[override]
-        return self.heads * self.channels
-
-    @property
-    def target_rows_of(self) -> dict[str, str]:  # type: ignore[override]
-        return {"x_dst": "x_src"} if self.score in OWN_TARGETS else {}
+    def target_rows_of(self) -> dict[str, str]:
+        return {"x_dst": "x_src"} if self.op in OWN_TARGETS else {}
 
     def __str__(self) -> str:
         edge = "-edge" if self.edge else ""
         dropout = f"-p{self.dropout}" if self.dropout else ""
-        return f"{self.score}-H{self.heads}-C{self.channels}{edge}{dropout}"
+        return f"{self.op}-H{self.heads}-C{self.channels}{edge}{dropout}"
 
     def roles(self, graph: EdgeList) -> dict[str, str]:
-        return problems.roles(self.score, self.edge, own_targets=graph.num_src != graph.num_dst)
+        return problems.roles(self.op, self.edge, own_targets=graph.num_src != graph.num_dst)
 
     def shape(self, name: str, graph: EdgeList) -> tuple[int, ...]:
         return problems.shape(name, self.roles(graph)[name], graph, self.heads, self.channels)
 
     def make_inputs(self, graph: EdgeList) -> Inputs:
         generator = torch.Generator(device=graph.device).manual_seed(0)
-        return draw_inputs(self.score, graph, self.heads, self.channels, self.edge, generator=generator)
+        return draw_inputs(self.op, graph, self.heads, self.channels, self.edge, generator=generator)
 
     def make_grad_out(self, graph: EdgeList, inputs: Inputs) -> Tensor:
         generator = torch.Generator(device=graph.device).manual_seed(1)
-        return draw_grad_out(self.score, graph, self.heads, self.channels, inputs, generator)
+        return draw_grad_out(self.op, graph, self.heads, self.channels, inputs, generator)
 
     def fused(self, graph: Graph, inputs: Inputs) -> Tensor:
-        attention = getattr(ops, f"{self.score}_attention")
+        attention = getattr(ops, f"{self.op}_attention")
         return attention(graph, **inputs, dropout_p=self.dropout)
 
     def plain(self, edge_index: Tensor, num_dst: int, inputs: Inputs, keep: Tensor | None) -> Tensor:
-        attention = getattr(reference, f"{self.score}_attention")
+        attention = getattr(reference, f"{self.op}_attention")
         return attention(edge_index, num_dst, **inputs, keep=keep)[0]
 
     def keep(self, graph: EdgeList) -> Tensor | None:
@@ -114,19 +82,9 @@ class AttentionCase(Case):
 
     def problem(self, dtype: str, device: torch.device) -> AttentionProblem:
         """Return the problem of this case for dispatch, in the dtype of that name."""
-        size = self.score, self.heads, self.channels
+        size = self.op, self.heads, self.channels
         has_dropout, tf32 = self.dropout > 0, dtype == "tf32"
         return AttentionProblem(*size, DTYPES[dtype], device, self.edge, has_dropout, tf32=tf32)
-
-    def plan(self, dtype: str, graph: EdgeList) -> dict[str, tuple[str, str]]:
-        problem = self.problem(dtype, graph.device)
-        if unsupported_reasons(problem):
-            return {}
-        choices = explain(FAMILY, problem, compressed(graph), True)
-        return {choice.direction: (choice.plan.schedule, repr(choice.plan)) for choice in choices}
-
-    def unsupported_reasons(self, dtype: str, device: torch.device) -> list[str]:
-        return unsupported_reasons(self.problem(dtype, device))
 
     def compulsory_bytes(self, graph: EdgeList, direction: str, itemsize: int) -> float:
         """Bytes of inputs, output, their gradients, and the index of each pass, each touched once.

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from math import log2, sqrt
-from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -14,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from benchmarks.case import DTYPES, Call, Case
+from benchmarks.case import Call, HeadsCase
 from benchmarks.graphs import NODE_TYPE
 from pyg_dfgnn import nn as ours
 from pyg_dfgnn.graph import Graph
@@ -251,27 +249,11 @@ LAYERS = {
 
 
 @dataclass(frozen=True)
-class RelationalCase(Case):
+class RelationalCase(HeadsCase):
     """One layer as wide as its input."""
 
-    op: str
-    heads: int
-    channels: int
-
+    titles = {name: layer.title for name, layer in LAYERS.items()}
     family = "gemm"
-    target_rows_of = MappingProxyType({"x_dst": "x"})
-
-    @staticmethod
-    def of(op: str, size: str) -> RelationalCase:
-        """The case of a layer and heads x channels of a head.
-
-        Raises:
-            ValueError: The size has another form.
-        """
-        match = re.fullmatch(r"([1-9]\d*)x([1-9]\d*)", str(size))
-        if not match:
-            raise ValueError(f"'sizes' needs a list of heads x channels, such as [1x64,8x8] (got {size!r})")
-        return RelationalCase(op, *map(int, match.groups()))
 
     @property
     def spec(self) -> Layer:
@@ -279,16 +261,8 @@ class RelationalCase(Case):
         return LAYERS[self.op]
 
     @property
-    def layer(self) -> str:  # type: ignore[override]
-        return self.spec.title
-
-    @property
-    def size(self) -> str:  # type: ignore[override]
-        return f"{self.heads}x{self.channels}"
-
-    @property
-    def width(self) -> int:  # type: ignore[override]
-        return self.heads * self.channels
+    def target_rows_of(self) -> dict[str, str]:
+        return {"x_dst": "x"}
 
     def shapes(self, graph: EdgeList) -> Shapes:
         """Shape of each input."""
@@ -355,11 +329,3 @@ class RelationalCase(Case):
         return float64_reference(
             self.plain, roles, graph, inputs, grad_out, keep, target_rows_of=rows, constants=constants
         )
-
-    def unsupported_reasons(self, dtype: str, device: torch.device) -> list[str]:
-        return [] if hasattr(ours, self.spec.conv) else [f"pyg_dfgnn.nn has no {self.spec.conv}"]
-
-    def unbounded_reasons(self, dtype: str, device: torch.device) -> list[str]:
-        if DTYPES[dtype].itemsize == 2 and device.type != "cuda":
-            return ["the reference rounds every step to 16 bits, no bound holds for it"]
-        return self.unsupported_reasons(dtype, device)
