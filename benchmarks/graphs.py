@@ -26,7 +26,6 @@ from benchmarks.generators import (
 from pyg_dfgnn.datasets import (
     Task,
     cluster,
-    co_purchase,
     entities,
     facebook,
     fb15k237,
@@ -244,12 +243,8 @@ _REAL: dict[str, Recipe] = {
     "citeseer": _real(planetoid, "CiteSeer", 3_327, 9_104, 99),
     # Only its features are made up where its raw files are incomplete.
     "pubmed": replace(_real(planetoid, "PubMed", 19_717, 88_648, 171), arguments=dict(load=pubmed_made_features)),
-    "reed98": _real(facebook, "reed98", 962, 37_624, 313),
     "cornell5": _real(facebook, "cornell5", 18_660, 1_581_554, 3_156),
-    "minesweeper": _real(heterophilous, "minesweeper", 10_000, 78_804, 8),
-    "squirrel": _real(heterophilous, "squirrel", 5_201, 396_706, 1_903),
     "tolokers": _real(heterophilous, "tolokers", 11_758, 1_038_000, 2_138),
-    "photo": _real(co_purchase, "Photo", 7_650, 238_162, 1_434),
 }
 
 
@@ -266,11 +261,9 @@ _RELATIONAL: dict[str, Recipe] = {
     "aifb": _typed("AIFB", 8_285, 58_086, 1_247, 1e-3, load=partial(entities, "AIFB")),
     "mutag": _typed("MUTAG", 23_644, 148_454, 6_783, 1e-3, load=partial(entities, "MUTAG")),
     "fb15k237": _typed("FB15k-237", 14_541, 620_232, None, 2e-3, load=fb15k237),
-    "am_like": _typed("AM", 881_680, 5_668_682, None, 1e-4),
     "bgs_like": _typed("BGS", 94_806, 672_884, None, 1e-3),
     "mag_like": _typed("ogbn-mag", 1_939_743, 21_111_007, None, 5e-5),
     "wikikg2_like": _typed("ogbl-wikikg2", 2_500_604, 16_109_182, None, 4e-5),
-    "biokg_like": _typed("ogbl-biokg", 93_773, 4_762_678, None, 2e-4),
 }
 
 RECIPES: dict[str, Recipe] = {**_TARGET_GRAPHS, **_BATCHES, **_FULL_GRAPHS, **_REAL, **_RELATIONAL}
