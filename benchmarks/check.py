@@ -14,7 +14,7 @@ import re
 import sys
 import time
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from itertools import product
@@ -192,21 +192,10 @@ def worst_errors(rows: Sequence[Mapping[str, str]]) -> list[Row]:
         for tensors, column in TENSORS.items():
             measured = [case for case in cases if case[column]]
             largest = max(measured, key=lambda case: _size_of(case[column]), default=None)
-            worst.append(
-                {
-                    "schedule": schedule,
-                    "op": op,
-                    "dtype": dtype,
-                    "tensors": tensors,
-                    "cases": len(measured),
-                    "not_run": not_run,
-                    "failed": failed,
-                    "worst_error": "" if largest is None else largest[column],
-                    "bound": next((case["bound"] for case in cases if case["bound"]), ""),
-                    "worst_case": "" if largest is None else f"{largest['case']} on {largest['graph']}",
-                    "digest": digest,
-                }
-            )
+            bound = next((case["bound"] for case in cases if case["bound"]), "")
+            error, at = ("", "") if largest is None else (largest[column], f"{largest['case']} on {largest['graph']}")
+            values = (schedule, op, dtype, tensors, len(measured), not_run, failed, error, bound, at, digest)
+            worst.append(dict(zip(WORST_FIELDS, values, strict=True)))
     return worst
 
 
@@ -252,14 +241,9 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
         parser.add_argument(name, nargs="+", default=default, choices=allowed, metavar=name.strip("-").upper()[:-1])
     parser.add_argument("--cases", type=_pattern, default=_pattern(""), metavar="REGEX", help="cases whose name has it")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument(
-        "--workers", type=int, default=max(1, (os.cpu_count() or 2) - 1), help="compiling processes; 0: none"
-    )
     parser.add_argument("--limit-seconds", type=float, default=float("inf"), help="stop early; a later run resumes")
     parser.add_argument("--out", type=Path, default=Path("outputs/check"), help="folder of the rows per case")
-    parser.add_argument("--restart", action="store_true", help="forget earlier results")
     parser.add_argument("--small", action="store_true", help="miniature generated graphs")
-    parser.add_argument("--summary", action="store_true", help="only print the table of the CSV")
     return parser.parse_args(arguments)
 
 
@@ -269,10 +253,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     started = time.perf_counter()
     stem = file_stem(device, options.small)
     path = options.out / f"{stem}-cases.csv"
-    if options.restart:
-        path.unlink(missing_ok=True)
     table = Table(path, FIELDS)
-    finished = options.summary or _Runner(options, device, table).run()
+    finished = _fill(options, device, table)
     rows = [row for row in table.rows() if row["digest"] == source_digest()]
     print(f"\n{path}: {len(rows)} cases of sources {source_digest()}, {time.perf_counter() - started:.0f} s\n")
     print(markdown(WORST_FIELDS, ([row[name] for name in WORST_FIELDS] for row in worst_errors(rows))))
@@ -288,65 +270,42 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 0 if finished else 2
 
 
-class _Runner:
-    """Runs the cases that a table lacks, group by group; the kernels of a group are compiled in parallel first."""
+def _fill(options: argparse.Namespace, device: torch.device, table: Table) -> bool:
+    """Run the cases that a table lacks, group by group; return whether that was all of them before time ran out."""
+    started, timer, graphs = time.perf_counter(), Timer(device), []
+    for name in options.graphs:
+        try:
+            graphs.append(check_graph(name, device, small=options.small))
+        except (FileNotFoundError, ImportError) as error:
+            print(f"skipped graph {name}: {error}")
+    done = {tuple(row[name] for name in KEY) for row in table.rows()}
+    pairs = [*product(options.schedules, options.dtypes)]
+    for name, cases in all_groups().items():
+        points = []
+        for graph, case in product(graphs, filter(lambda case: options.cases.search(str(case)), cases)):
+            missing = [(s, d) for s, d in pairs if tuple(names_of(s, case, graph, d).values()) not in done]
+            points += [(graph, case, missing)] if missing else []
+        if points and device.type == "cuda":
+            _compile(dict.fromkeys(case for _, case, _ in points), graphs, options)
+        print(f"[{time.perf_counter() - started:5.0f} s] {name}: {len(points)} points to check", flush=True)
+        for graph, case, missing in points:
+            if time.perf_counter() - started > options.limit_seconds:
+                print(f"stopped after {options.limit_seconds:g} s; run again to resume")
+                return False
+            table.append(check_point(case, graph, missing, keep_factors(case, graph)))
+            # Surfaces a dead CUDA context at once.
+            timer.synchronize()
+            if graph.num_edges * case.width > RELEASED_ELEMENTS:
+                timer.release()
+    return True
 
-    def __init__(self, options: argparse.Namespace, device: torch.device, table: Table) -> None:
-        self.options, self.device, self.table = options, device, table
-        self.started = time.perf_counter()
 
-    def run(self) -> bool:
-        """False when time ran out."""
-        graphs, timer = self._graphs(), Timer(self.device)
-        todo = self._todo(graphs)
-        for name, points in todo.items():
-            if self.options.workers > 0 and self.device.type == "cuda":
-                self._compile(name, [case for _, case, _ in points], graphs)
-            self._print(f"{name}: {len(points)} points to check")
-            for graph, case, missing in points:
-                if time.perf_counter() - self.started > self.options.limit_seconds:
-                    print(f"stopped after {self.options.limit_seconds:g} s; run again to resume")
-                    return False
-                self.table.append(check_point(case, graph, missing, keep_factors(case, graph)))
-                # Surfaces a dead CUDA context at once.
-                timer.synchronize()
-                if graph.num_edges * case.width > RELEASED_ELEMENTS:
-                    timer.release()
-        return True
-
-    def _print(self, text: str) -> None:
-        print(f"[{time.perf_counter() - self.started:5.0f} s] {text}", flush=True)
-
-    def _graphs(self) -> list[EdgeList]:
-        graphs = []
-        for name in self.options.graphs:
-            try:
-                graphs.append(check_graph(name, self.device, small=self.options.small))
-            except (FileNotFoundError, ImportError) as error:
-                print(f"skipped graph {name}: {error}")
-        return graphs
-
-    def _todo(self, graphs: list[EdgeList]) -> dict[str, list[tuple[EdgeList, Case, list[tuple[str, str]]]]]:
-        """Group -> graph, case, and the pairs of schedule and dtype that the table lacks."""
-        done = {tuple(row[name] for name in KEY) for row in self.table.rows()}
-        todo: dict[str, list[tuple[EdgeList, Case, list[tuple[str, str]]]]] = {}
-        for name, cases in all_groups().items():
-            for graph, case in product(graphs, filter(lambda case: self.options.cases.search(str(case)), cases)):
-                pairs = product(self.options.schedules, self.options.dtypes)
-                missing = [
-                    pair for pair in pairs if tuple(names_of(pair[0], case, graph, pair[1]).values()) not in done
-                ]
-                if missing:
-                    todo.setdefault(name, []).append((graph, case, missing))
-        return todo
-
-    def _compile(self, name: str, cases: Sequence[Case], graphs: list[EdgeList]) -> None:
-        cases = list(dict.fromkeys(cases))
-        schedules, dtypes = self.options.schedules, self.options.dtypes
-        collected = (collect_specs(cases, graphs, dtypes, schedule) for schedule in schedules)
-        specs = list(dict.fromkeys(spec for of_schedule in collected for spec in of_schedule))
-        self._print(f"{name}: {len(specs)} kernels to compile")
-        precompile(specs, self.options.workers)
+def _compile(cases: Iterable[Case], graphs: Sequence[EdgeList], options: argparse.Namespace) -> None:
+    """Compile the kernels of a group in parallel."""
+    collected = (collect_specs([*cases], graphs, options.dtypes, schedule) for schedule in options.schedules)
+    specs = list(dict.fromkeys(spec for of_schedule in collected for spec in of_schedule))
+    print(f"{len(specs)} kernels to compile", flush=True)
+    precompile(specs, max(1, (os.cpu_count() or 2) - 1))
 
 
 if __name__ == "__main__":

@@ -112,7 +112,6 @@ def test_command_resumes_and_merges(tmp_path, capsys, monkeypatch):
     assert len(path.read_text().splitlines()) == 1 + 7 * 2 * 5
     monkeypatch.setattr(check, "check_point", raises)
     assert run(tmp_path, *graphs) == 0
-    assert run(tmp_path, "--summary") == 0
     assert "| auto | dot | float32 | output | 20 | 0 | 0 |" in capsys.readouterr().out
 
 
