@@ -87,6 +87,11 @@ class Case(ABC):
         return self.titles[self.op]
 
     @property
+    def reads_inputs_again(self) -> bool:
+        """Whether its only backward pass reads the inputs beside writing their gradients."""
+        return False
+
+    @property
     def target_rows_of(self) -> dict[str, str]:
         """Inputs of ``plain`` that are the targets' rows of another input where no such input is given."""
         return {}
@@ -139,7 +144,9 @@ class Case(ABC):
         return [] if device.type == "cuda" else ["the tensors are on a CPU"]
 
     def compulsory_bytes(self, graph: EdgeList, direction: str, itemsize: int) -> float:
-        """Bytes of inputs, output and their gradients, and of two indices per edge and pass, each touched once.
+        """Bytes of inputs, output, their gradients, and the index of each pass, each touched once by each pass.
+
+        GT forward: ``4 N D b + 4 E + 4 N``; forward and backward three times that, for 12 node tensors and 3 passes.
 
         Args:
             graph: The edges.
@@ -147,9 +154,11 @@ class Case(ABC):
             itemsize: Bytes of a number.
         """
         inputs = sum(prod(self.shape(name, graph)) for name in self.roles(graph))
-        output, indices = graph.num_dst * self.width, 2 * graph.num_edges + graph.num_dst
-        elements = {"fwd": inputs + output, "bwd": 2 * inputs + output, "fwd+bwd": 3 * inputs + 2 * output}[direction]
-        return float(itemsize * elements + (2 if direction == "fwd+bwd" else 1) * INDEX_BYTES * indices)
+        passes = {"fwd": 1, "bwd": len(self.backward), "fwd+bwd": 1 + len(self.backward)}[direction]
+        elements = passes * (inputs + graph.num_dst * self.width)
+        if self.reads_inputs_again and direction != "fwd":
+            elements += inputs
+        return float(itemsize * elements + passes * INDEX_BYTES * (graph.num_edges + graph.num_dst))
 
     def bound(self, dtype: str) -> float:
         """The relative error that is allowed in the dtype of that name."""

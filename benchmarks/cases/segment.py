@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from math import prod
 from typing import Any, ClassVar
 
 import torch
@@ -18,7 +17,6 @@ from torch_geometric.nn.resolver import aggregation_resolver
 
 from benchmarks.case import (
     DTYPES,
-    INDEX_BYTES,
     Call,
     Case,
     Family,
@@ -58,8 +56,8 @@ class Aggregation:
 
     @property
     def is_linear(self) -> bool:
-        """Whether the aggregation is one product with a matrix."""
-        return set(self.stats) <= set(SUMS)
+        """Whether the output is linear in all inputs together."""
+        return set(self.stats) <= set(SUMS) and not self.weighted
 
 
 AGGREGATIONS = {
@@ -87,6 +85,10 @@ class SegmentCase(FeaturesCase):
     @property
     def width(self) -> int:
         return self.channels * len(self.aggregation.stats)
+
+    @property
+    def reads_inputs_again(self) -> bool:
+        return not self.aggregation.is_linear
 
     def __str__(self) -> str:
         return f"{self.op}-F{self.channels}"
@@ -132,23 +134,6 @@ class SegmentCase(FeaturesCase):
         """Return the problem of this case for dispatch, in the dtype of that name."""
         message = "weight" if self.aggregation.weighted else "copy"
         return SegmentProblem(message, self.aggregation.stats, self.channels, DTYPES[dtype], device)
-
-    def compulsory_bytes(self, graph: EdgeList, direction: str, itemsize: int) -> float:
-        """Bytes of inputs, output, their gradients, and the index of each pass, each touched once.
-
-        The backward pass reads the gradient of the output, writes those of the inputs, and reads the inputs too unless
-        the operation is linear in all of them.
-        """
-        inputs = sum(prod(self.shape(name, graph)) for name in self.roles(graph))
-        output = graph.num_dst * self.width
-        is_linear = self.aggregation.is_linear and not self.aggregation.weighted
-        forward, backward = inputs + output, inputs + output + (0 if is_linear else inputs)
-        elements, passes = {
-            "fwd": (forward, 1),
-            "bwd": (backward, 1),
-            "fwd+bwd": (forward + backward, 2),
-        }[direction]
-        return float(itemsize * elements + passes * INDEX_BYTES * (graph.num_edges + graph.num_dst))
 
 
 class Baseline(Implementation):

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from itertools import product
-from math import prod
 
 import torch
 from torch import Tensor
 
-from benchmarks.case import DTYPES, INDEX_BYTES, Case, HeadsCase
+from benchmarks.case import DTYPES, Case, HeadsCase
 from pyg_dfgnn import ops
 from pyg_dfgnn.dispatch.attention.family import FAMILY
 from pyg_dfgnn.dispatch.attention.problem import AttentionProblem
@@ -85,16 +84,6 @@ class AttentionCase(HeadsCase):
         size = self.op, self.heads, self.channels
         has_dropout, tf32 = self.dropout > 0, dtype == "tf32"
         return AttentionProblem(*size, DTYPES[dtype], device, self.edge, has_dropout, tf32=tf32)
-
-    def compulsory_bytes(self, graph: EdgeList, direction: str, itemsize: int) -> float:
-        """Bytes of inputs, output, their gradients, and the index of each pass, each touched once.
-
-        GT forward: ``4 N D b + 4 E + 4 N``; forward and backward three times that, for 12 node tensors and 3 passes.
-        """
-        inputs = sum(prod(self.shape(name, graph)) for name in self.roles(graph))
-        passes = {"fwd": 1, "bwd": 2, "fwd+bwd": 3}[direction]
-        elements = passes * (inputs + graph.num_dst * self.width)
-        return float(itemsize * elements + passes * INDEX_BYTES * (graph.num_edges + graph.num_dst))
 
 
 def check_groups() -> dict[str, list[Case]]:
