@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from math import prod
@@ -292,40 +292,6 @@ class Fused(Implementation):
 
 
 @dataclass(frozen=True)
-class Peer:
-    """The time of another package, measured once with its own code.
-
-    Attributes:
-        package: Its name.
-        key: Operation, size, dtype and direction.
-        graph: Name of the graph.
-        time_ms: Median milliseconds.
-        is_right: Whether its result was within the bound.
-    """
-
-    package: str
-    key: tuple[str, str, str, str]
-    graph: str
-    time_ms: float
-    is_right: bool = True
-
-
-Times = Mapping[tuple[str, str, str, str], Mapping[str, Sequence[float | tuple[float] | None]]]
-"""Key of a :class:`Peer` -> package -> time on each graph: a 1-tuple where it is wrong; None where it was not taken."""
-
-
-def peers_of(times: Times, graphs: Sequence[str]) -> Iterator[Peer]:
-    """Every time of a table whose columns are these graphs."""
-    for key, packages in times.items():
-        for package, cells in packages.items():
-            for graph, cell in zip(graphs, cells, strict=True):
-                if isinstance(cell, tuple):
-                    yield Peer(package, key, graph, cell[0], is_right=False)
-                elif cell is not None:
-                    yield Peer(package, key, graph, cell)
-
-
-@dataclass(frozen=True)
 class Family:
     """All that the bench knows of a family of operations.
 
@@ -335,7 +301,6 @@ class Family:
         implementations: Implementations by name, ours first.
         check_groups: The cases of the correctness grid, in groups whose kernels are compiled together; where there is
             none, the rows of every experiment are checked all the same.
-        peers: Times of other packages.
         beside: Implementation whose own error allows more where a bound is exceeded
             (:data:`~pyg_dfgnn.reference.tolerances.BESIDE_PYG`); '' none: no kink of the operation is reached by a sum.
     """
@@ -344,7 +309,6 @@ class Family:
     case: Callable[[str, str], Case]
     implementations: Mapping[str, type[Implementation]]
     check_groups: Callable[[], Mapping[str, list[Case]]] = field(default=dict)
-    peers: Callable[[], Iterable[Peer]] = field(default=tuple)
     beside: str = ""
 
 

@@ -1,12 +1,10 @@
 """The aggregation family as data: what each operation computes of the edges, and how other packages compute it.
 
-All of them take the same features and edges. Peers are times of other packages, measured once on one NVIDIA H200 (torch
-2.11.0, CUDA 13.0) before this bench had the family.
+All of them take the same features and edges.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -24,10 +22,7 @@ from benchmarks.case import (
     Forward,
     Fused,
     Implementation,
-    Peer,
-    Times,
     TorchCompiled,
-    peers_of,
 )
 from benchmarks.cases.sparse import Sparse
 from pyg_dfgnn.dispatch.segment import FAMILY, SegmentProblem
@@ -258,31 +253,4 @@ def check_groups() -> dict[str, list[Case]]:
     return {op: [SegmentCase(op, channels) for channels in CHECKED_CHANNELS] for op in AGGREGATIONS}
 
 
-no = None
-_PEERS: Times = {
-    ("sum", "128", "float32", "fwd"): {
-        "turbo-gnn": (no, 0.033, 11.2, 6.39, 16.6, no),
-        "best algorithm of cuSPARSE": (no, 0.019, 7.76, 4.68, 16.6, no),
-    },
-    ("sum", "128", "float32", "fwd+bwd"): {"turbo-gnn": (no, 0.12, 43.4, 23.0, 62.9, no)},
-    ("mean", "128", "float32", "fwd"): {"cuDNN": (0.364, 0.051, 17.9, 9.1, 22.6, no)},
-    ("mean", "128", "float32", "fwd+bwd"): {"cuDNN": (4.34, 0.21, 95.6, 56.9, 117, no)},
-    ("max", "128", "float32", "fwd"): {
-        "turbo-gnn": (0.458, 0.022, 10.7, 6.16, 18.5, 141),
-        "cuDNN": (0.400, 0.052, 20.3, 10.6, 24.6, no),
-    },
-    ("max", "128", "float32", "fwd+bwd"): {
-        "turbo-gnn": (0.662, 0.028, 11.1, 6.47, 28.9, 153),
-        "cuDNN": (0.629, 0.28, 20.7, 10.9, 36.5, no),
-    },
-    ("max", "128", "bfloat16", "fwd"): {"turbo-gnn": (0.357, 0.026, 6.6, 4.2, 12.3, 139)},
-    ("max", "128", "bfloat16", "fwd+bwd"): {"turbo-gnn": (2.44, 0.14, 16.3, 8.6, 21.1, 2120)},
-}
-
-
-def peers() -> Iterator[Peer]:
-    """Every measured time of another package; their maxima give the gradient to one of several equal messages."""
-    return peers_of(_PEERS, "abcdph")
-
-
-SEGMENT = Family(tuple(AGGREGATIONS), SegmentCase.of, IMPLEMENTATIONS, check_groups, peers)
+SEGMENT = Family(tuple(AGGREGATIONS), SegmentCase.of, IMPLEMENTATIONS, check_groups)

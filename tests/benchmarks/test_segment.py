@@ -17,7 +17,6 @@ from benchmarks.cases.segment import (
     SegmentReduce,
     TorchCsr,
     TorchMm,
-    peers,
 )
 from benchmarks.experiment import Experiment
 from benchmarks.graphs import benchmark_graph
@@ -126,6 +125,8 @@ def test_peers_have_the_names_of_the_experiment():
         for job in experiment.jobs("a")
         for direction in job.directions
     }
-    assert {peer.key for peer in peers()} <= keys and {peer.graph for peer in peers()} <= set(experiment.graphs)
+    peers = [peer for peer in tables.packages() if peer["op"] in experiment.ops]
+    assert peers and {peer["graph"] for peer in peers} <= set(experiment.graphs)
+    assert {tuple(peer[name] for name in ("op", "size", "dtype", "direction")) for peer in peers} <= keys
     row = dict.fromkeys(run.FIELDS, "") | dict(op="max", size="128", dtype="float32", direction="fwd", graph="h")
-    assert tables.best_peer(row).package == "turbo-gnn"
+    assert tables.best_peer(row)["package"] == "turbo-gnn"

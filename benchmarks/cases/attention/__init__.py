@@ -3,6 +3,5 @@
 from benchmarks.case import Family
 from benchmarks.cases.attention.baselines import IMPLEMENTATIONS
 from benchmarks.cases.attention.case import SCORES, AttentionCase, check_groups
-from benchmarks.cases.attention.peers import peers
 
-ATTENTION = Family(SCORES, AttentionCase.of, IMPLEMENTATIONS, check_groups, peers)
+ATTENTION = Family(SCORES, AttentionCase.of, IMPLEMENTATIONS, check_groups)
