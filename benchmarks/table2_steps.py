@@ -23,6 +23,7 @@ from pyg_dfgnn.capture import Capacity, CapturedStep, Step
 from pyg_dfgnn.datasets import Task
 from pyg_dfgnn.errors import check_range
 from pyg_dfgnn.graph import Graph
+from pyg_dfgnn.reference.tolerances import relative_error
 from pyg_dfgnn.training.metrics import IGNORED
 from pyg_dfgnn.training.run import make_model, make_optimizer
 from pyg_dfgnn.training.step import make_step
@@ -192,7 +193,7 @@ class Reference:
         """How far losses and the first gradient are from these."""
         return {
             "loss_difference": relative_difference(losses, self.losses),
-            "gradient_difference": gradient_difference(gradient, self.gradient),
+            "gradient_difference": relative_error(gradient, self.gradient),
         }
 
 
@@ -200,11 +201,6 @@ def relative_difference(numbers: Sequence[float], expected: Sequence[float]) -> 
     """The largest relative difference of numbers from the expected ones; NaN if there is a NaN."""
     actual, wanted = (torch.tensor(values, dtype=torch.float64) for values in (numbers, expected))
     return float(((actual - wanted) / wanted).abs().max())
-
-
-def gradient_difference(gradient: Tensor, expected: Tensor) -> float:
-    """The relative Frobenius norm of the difference of a gradient from the expected one; NaN if there is a NaN."""
-    return float((gradient.double() - expected.double()).norm() / expected.double().norm())
 
 
 def agree(differences: Mapping[str, float], bound: float) -> bool:
@@ -372,11 +368,12 @@ def measure(backend: Backend, setup: Setup, reference: Reference | None) -> Meas
 
         count = int(1e3 * pace.wall_s / timings["step"].median_ms)
         count = min(max(count, MIN_WALL_STEPS), MAX_WALL_STEPS)
-        started = time.perf_counter()
-        for index in range(count):
-            turns(index)
-        timer.synchronize()
-        wall_ms = 1e3 * (time.perf_counter() - started) / count
+
+        def steps() -> None:
+            for index in range(count):
+                turns(index)
+
+        wall_ms = timer.wall_ms(steps) / count
     as_reference = Reference(backend, state, losses, gradient)
     return Measured(timings, reference_sum, wall_ms, first_step_s, peak_mb, columns, as_reference)
 
@@ -407,7 +404,7 @@ def step_by_step(backend: Backend, setup: Setup, reference: Reference) -> dict[s
             effects.append(effect_of_update(before, (p.detach() for p in stepped.parameters()), averages))
     return {
         STEP_BY_STEP[0]: relative_difference(losses, expected),
-        STEP_BY_STEP[1]: gradient_difference(average_gradient(turns.optimizer), average_gradient(others.optimizer)),
+        STEP_BY_STEP[1]: relative_error(average_gradient(turns.optimizer), average_gradient(others.optimizer)),
         STEP_BY_STEP[2]: relative_difference(updates, wanted),
     }
 

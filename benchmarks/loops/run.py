@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from statistics import geometric_mean, median
 from typing import Any
@@ -153,18 +154,14 @@ class Turns:
             for name in list(self.steps)[:: 1 if index % 2 else -1]:
                 steps = self.steps[name]
                 batches = steps.batches.take(index * self.block, self.block)
-                self.timer.synchronize()
-                started = time.perf_counter()
                 try:
-                    steps.take(batches)
-                    self.timer.synchronize()
+                    elapsed_ms = self.timer.wall_ms(partial(steps.take, batches))
                 except Exception as error:
                     self.rows[name]["status"] = reason(error)
                     del self.steps[name]
                     continue
-                elapsed = time.perf_counter() - started
-                spent += elapsed
-                samples[name].append(1e3 * elapsed / self.block)
+                spent += elapsed_ms / 1e3
+                samples[name].append(elapsed_ms / self.block)
             index += 1
         return samples
 
@@ -180,17 +177,13 @@ def build_rows(timer: Timer, small: bool) -> Iterator[Row]:
     nodes, edges = (30, 90) if small else (2708, 10880)
     edge_index = torch.randint(nodes, (2, edges), generator=torch.Generator().manual_seed(0)).to(timer.device)
     for name in ("csr", "csr+csc"):
-        samples = []
-        for _ in range(40):
-            fresh = edge_index.clone()
-            timer.synchronize()
-            started = time.perf_counter()
+
+        def build(fresh: torch.Tensor, both: bool = name == "csr+csc") -> None:
             graph = Graph.of(fresh, nodes)
-            if name == "csr+csc":
+            if both:
                 _ = graph.csc
-            timer.synchronize()
-            samples.append(1e3 * (time.perf_counter() - started))
-        timing = Timing.of(samples[10:])
+
+        timing = Timing.of([timer.wall_ms(partial(build, edge_index.clone())) for _ in range(40)][10:])
         row = {"loop": "host", "model": "graph_of", "size": name, "implementation": "ours", "status": "ok"}
         yield {**row, "ms": f"{timing.median_ms:.5g}", "iqr_ms": f"{timing.iqr_ms:.3g}", "blocks": timing.n}
 
