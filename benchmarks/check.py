@@ -28,9 +28,8 @@ from benchmarks.case import DTYPES, Case, forward_backward
 from benchmarks.cases import FAMILIES
 from benchmarks.graphs import benchmark_graph, compressed
 from benchmarks.prepare import collect_specs, in_force, rounded_problem
-from benchmarks.results import Table, default_folder, file_stem, markdown, source_digest
+from benchmarks.results import Table, default_folder, file_stem, markdown, reason, source_digest
 from benchmarks.timing import RELEASED_ELEMENTS, Timer
-from pyg_dfgnn.errors import UnsupportedError
 from pyg_dfgnn.graph import Graph
 from pyg_dfgnn.reference.oracle import Inputs
 from pyg_dfgnn.reference.zoo import ZOO, EdgeList, two_way_hub
@@ -166,12 +165,8 @@ def check_point(
                     expected = case.reference(graph, inputs, grad_out, keep)
                 with in_force(schedule, dtype):
                     columns = check_dtype(case, graph, inputs, grad_out, expected, dtype)
-            except UnsupportedError as error:
-                columns = {"status": "not run: " + "; ".join(error.reasons)}
-            except torch.OutOfMemoryError:
-                columns = {"status": "not run: out of memory"}
             except Exception as error:
-                columns = {"status": "error: " + " ".join(f"{type(error).__name__}: {error}".split())[:300]}
+                columns = {"status": reason(error)}
             yield {**row, **columns}
 
 

@@ -16,12 +16,14 @@ from typing import Any
 import torch
 
 import pyg_dfgnn
+from pyg_dfgnn.errors import UnsupportedError
 from pyg_dfgnn.paths import kernels_dir
 
 PACKAGE = Path(pyg_dfgnn.__file__).resolve().parent
 MEASURED_ROOMS = ("ops", "dispatch", "statements", "runtime", "graph", "ir")
 """Rooms whose text, with that of the kernels, decides what a measurement is about."""
 
+OUT_OF_MEMORY = "not run: out of memory"
 
 Rows = Sequence[Mapping[str, Any]]
 
@@ -90,6 +92,15 @@ def environment(device: torch.device) -> dict[str, str]:
         "commit": commit(),
         "digest": source_digest(),
     }
+
+
+def reason(error: Exception) -> str:
+    """The status of what has no time because of an error."""
+    if isinstance(error, torch.OutOfMemoryError):
+        return OUT_OF_MEMORY
+    if isinstance(error, UnsupportedError):
+        return "not run: " + "; ".join(error.reasons)
+    return f"failed: {' '.join(f'{type(error).__name__}: {error}'.split())[:300]}"
 
 
 def now() -> str:

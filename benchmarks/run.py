@@ -24,10 +24,9 @@ from benchmarks.experiment import Experiment, Job
 from benchmarks.graphs import benchmark_graph, compare_with_recipe, compressed, recipe_of
 from benchmarks.isolated import EndedError, results
 from benchmarks.prepare import in_force, rounded_problem
-from benchmarks.results import Rows, Table, environment, file_stem, now
+from benchmarks.results import Rows, Table, environment, file_stem, now, reason
 from benchmarks.timing import RELEASED_ELEMENTS, Call, Timer, Timing
 from pyg_dfgnn.dispatch.gpu import gpu_of
-from pyg_dfgnn.errors import UnsupportedError
 from pyg_dfgnn.graph import Graph
 from pyg_dfgnn.reference.oracle import Inputs
 from pyg_dfgnn.reference.tolerances import worst_beside
@@ -129,14 +128,8 @@ class Measurement:
             for directions in filter(None, (forward_only, training)):
                 try:
                     yield from self._measure(directions, directions is training)
-                except UnsupportedError as error:
-                    yield from self._without_times(directions, "not run: " + "; ".join(error.reasons))
-                except torch.OutOfMemoryError:
-                    yield from self._without_times(directions, "not run: out of memory")
-                    self.timer.release()
-                except (RuntimeError, NotImplementedError, ValueError) as error:
-                    message = " ".join(f"{type(error).__name__}: {error}".split())[:300]
-                    yield from self._without_times(directions, f"failed: {message}")
+                except (RuntimeError, ValueError) as error:
+                    yield from self._without_times(directions, reason(error))
                 if self.graph.num_edges * self.case.width > RELEASED_ELEMENTS:
                     self.timer.release()
 
@@ -218,7 +211,7 @@ class Measurement:
         try:
             return self._timed(row, self.timer.time(self.timer.replay(call)))
         except RuntimeError as error:
-            return {**row, "status": f"failed: {' '.join(str(error).split())[:300]}"}
+            return {**row, "status": reason(error)}
 
     def _timed(self, row: Row, timing: Timing) -> Row:
         compulsory = self.case.compulsory_bytes(self.graph, row["direction"], self.dtype.itemsize)

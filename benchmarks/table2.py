@@ -31,7 +31,7 @@ from omegaconf import DictConfig, OmegaConf
 from benchmarks import CONFIGS, table2_report
 from benchmarks.isolated import EndedError, results
 from benchmarks.results import MEASURED_ROOMS as LAYER_ROOMS
-from benchmarks.results import Table, default_folder, environment, file_stem, now, source_digest
+from benchmarks.results import OUT_OF_MEMORY, Table, default_folder, environment, file_stem, now, reason, source_digest
 from benchmarks.table2_steps import (
     PHASES,
     STEP_BY_STEP,
@@ -46,7 +46,7 @@ from benchmarks.table2_steps import (
 )
 from benchmarks.training_config import training_config
 from pyg_dfgnn.datasets import Task
-from pyg_dfgnn.errors import UnsupportedError, check_range
+from pyg_dfgnn.errors import check_range
 from pyg_dfgnn.paths import configs_dir
 from pyg_dfgnn.training.run import make_model
 
@@ -59,8 +59,6 @@ FIELDS = [
 ]
 MEASURED_ROOMS = (*LAYER_ROOMS, "nn", "models", "training")
 """Rooms whose text decides what a step of ours takes."""
-
-OUT_OF_MEMORY = "not run: out of memory"
 
 OmegaConf.register_new_resolver("training_configs", configs_dir, replace=True)
 
@@ -183,13 +181,9 @@ def work(options: Options, cells: Sequence[Cell]) -> Iterator[Message]:
             reference = reference or measured.reference
         except Disagreement as error:
             yield {**base, "status": f"WRONG: {error}", **error.columns}
-        except torch.OutOfMemoryError:
-            yield {**base, "status": OUT_OF_MEMORY}
-        except UnsupportedError as error:
-            yield {**base, "status": "not run: " + "; ".join(error.reasons)}
         except Exception as error:
             # A compiler raises anything, and the other cells go on.
-            yield {**base, "status": f"failed: {' '.join(f'{type(error).__name__}: {error}'.split())[:300]}"}
+            yield {**base, "status": reason(error)}
 
 
 def _task(options: Options, cell: Cell) -> Task:

@@ -76,7 +76,7 @@ def raises(case, graph, inputs):
         (drops_last_edge, "breach"),
         (forgets_a_row, "breach"),
         (changes_between_runs, "not deterministic"),
-        (raises, "error: RuntimeError: no such kernel"),
+        (raises, "failed: RuntimeError: no such kernel"),
     ],
     ids=lambda value: getattr(value, "__name__", None),
 )

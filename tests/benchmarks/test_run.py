@@ -17,6 +17,7 @@ from benchmarks.loops.run import cases_of
 from benchmarks.prepare import rounded_problem
 from benchmarks.results import default_folder
 from benchmarks.timing import Pace, Timer, Timing
+from pyg_dfgnn.errors import UnsupportedError
 from pyg_dfgnn.reference.zoo import EdgeList
 from tests.benchmarks import isolated_work
 from tests.benchmarks.quick import QUICK, composed, read, results
@@ -187,7 +188,7 @@ def test_16_bits_without_kernels_are_not_judged(tmp_path):
     ("error", "status"),
     [
         (RuntimeError("index out of range"), "failed: RuntimeError: index out of range"),
-        (run.UnsupportedError(["rows are too long", "no batch"]), "not run: rows are too long; no batch"),
+        (UnsupportedError(["rows are too long", "no batch"]), "not run: rows are too long; no batch"),
         (torch.OutOfMemoryError("tried to allocate 240 GB"), "not run: out of memory"),
     ],
     ids=["failed", "not run", "out of memory"],
