@@ -44,10 +44,10 @@ def module(spec: Spec, device_index: int) -> Any:
 
     with cupy.cuda.Device(device_index):
         try:
-            raw = cupy.RawModule(code=spec.source, options=OPTIONS + spec.options, backend="nvrtc")
+            raw = cupy.RawModule(code=spec.compiled_source, options=OPTIONS + spec.options, backend="nvrtc")
             raw.compile()
         except cupy.cuda.compiler.CompileException as error:
-            raise CompileError(f"{spec.name}\n{error}\n{_numbered(spec.source)}") from error
+            raise CompileError(f"{spec.name}\n{error}\n{_numbered(spec.compiled_source)}") from error
     return raw
 
 

@@ -53,7 +53,7 @@ class Kernel:
         return found[0]
 
     def _load(self, device_index: int, shared_bytes: int) -> tuple[int, int, Any]:
-        kernel = module(self.spec, device_index).get_function(self.entry)
+        kernel = module(self.spec, device_index).get_function(self.spec.symbol(self.entry))
         with _limits:
             room = _DEFAULT_SHARED_BYTES - kernel.shared_size_bytes
             if shared_bytes > room:

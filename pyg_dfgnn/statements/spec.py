@@ -13,6 +13,7 @@ from functools import cache
 
 from pyg_dfgnn.paths import kernels_dir
 
+_ENTRY = re.compile(r'(extern "C" __global__ void\s+(?:__launch_bounds__\([^)]*\)\s+)?)(\w+)(?=\()')
 _INCLUDE = re.compile(r'^\s*#include\s+"([^"]+)"\s*$')
 
 Constants = tuple[tuple[str, int], ...]
@@ -65,12 +66,22 @@ def assemble(path: str, constants: Constants | None = None, texts: Texts = ()) -
 
 @dataclass(frozen=True)
 class Spec:
-    """One specialised module: a source file, its constants, options of its own, and texts that it includes by name."""
+    """One specialised module.
+
+    Attributes:
+        path: Source file.
+        constants: Its constants.
+        options: Options of its own.
+        texts: Texts that it includes by name.
+        label: Name of the program that its texts are generated from, which profilers show with the kernels; empty for
+            hand-written kernels.
+    """
 
     path: str
     constants: Constants
     options: tuple[str, ...] = ()
     texts: Texts = ()
+    label: str = ""
 
     @property
     def name(self) -> str:
@@ -82,3 +93,12 @@ class Spec:
     @property
     def source(self) -> str:
         return assemble(self.path, self.constants, self.texts)
+
+    @property
+    def compiled_source(self) -> str:
+        """Text with the names that kernels have on a device, see :meth:`symbol`."""
+        return _ENTRY.sub(lambda match: match[1] + self.symbol(match[2]), self.source) if self.label else self.source
+
+    def symbol(self, entry: str) -> str:
+        """Return the name of an entry point on a device."""
+        return f"{entry}_of_{re.sub(r'[^0-9A-Za-z_]', '_', self.label)}" if self.label else entry

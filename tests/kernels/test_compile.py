@@ -1,5 +1,7 @@
 """Every kernel source compiles for the oldest and the main architecture without a warning and without spills."""
 
+from dataclasses import replace
+
 import pytest
 
 from pyg_dfgnn.paths import kernels_dir
@@ -61,6 +63,13 @@ def test_compiles_without_warnings_and_spills(spec, arch):
         assert max(usage.spill_bytes, usage.stack_bytes) <= known, usage
     if above:
         pytest.xfail(f"more than {limit} bytes of spills: {above}")
+
+
+def test_generated_kernels_have_the_name_of_their_program():
+    for stem, entries in (("traversal", ("traversal", "traversal_merge")), ("map", ("map",))):
+        spec = next(spec for spec in SPECS if spec.path == f"relational/{stem}.cu")
+        compiled = compile_cubin(replace(spec, label="EdgeConv").compiled_source, ARCHS[1])
+        assert {usage.entry for usage in compiled.usage} == {f"relational_{entry}_of_EdgeConv" for entry in entries}
 
 
 def test_the_architecture_that_cupy_adds_keeps_the_features_of_a_device():

@@ -34,6 +34,15 @@ def test_constants_come_first_and_headers_once(kernels):
     assert text.index("#define TWO 2") < text.index("float twice") < text.index("scale(float* x")
 
 
+def test_kernels_of_a_label_have_its_name_on_a_device(kernels):
+    labelled = Spec("scale.cu", (("FACTOR", 3),), label="Größe of x")
+    assert SCALE.compiled_source == SCALE.source == labelled.source and SCALE.symbol("scale") == "scale"
+    symbol = labelled.symbol("scale")
+    assert symbol == "scale_of_Gr__e_of_x"
+    assert labelled.compiled_source.replace(f"{symbol}(float* x", "scale(float* x") == labelled.source
+    assert labelled != SCALE
+
+
 def test_line_directives_give_each_line_its_file_and_number(kernels):
     """What a compiler reports about the assembled text is true of the files."""
     place, number = "", 0

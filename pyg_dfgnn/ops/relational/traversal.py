@@ -1,17 +1,20 @@
 """The generated kernels of a program, prepared for a graph: traversals and maps."""
 
 from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
 
 from pyg_dfgnn.dispatch.relational import StepProblem, holds_heads, piece_of, plan_step, spec_of
+from pyg_dfgnn.dispatch.traversal import RowSplitPlan
 from pyg_dfgnn.ir import D, E, Rows
 from pyg_dfgnn.ir.codegen import Kernel, generate
 from pyg_dfgnn.ir.lanes import Refusal
 from pyg_dfgnn.ir.steps import Step
 from pyg_dfgnn.ops.traversal import NodeKernel, TraversalLaunch
 from pyg_dfgnn.runtime.launcher import addresses
+from pyg_dfgnn.statements.spec import Spec
 
 
 class Launch(NamedTuple):
@@ -38,6 +41,11 @@ def problem_of(kernel: Kernel, compares: bool, dtype: torch.dtype, device: torch
     return StepProblem(kernel.kind, kernel.text, *sizes, *state, kernel.is_outer, compares, dtype, device)
 
 
+def _spec(step: Step, problem: StepProblem, plan: RowSplitPlan) -> Spec:
+    """Return what is compiled, which has the name of the program."""
+    return replace(spec_of(problem, plan.constants), label=step.program.name.removesuffix("_backward"))
+
+
 def prepare(step: Step, exact: Collection[str], compares: bool, rows: Rows, dtype: torch.dtype) -> Launch:
     """Return the launch of a traversal or a map.
 
@@ -58,7 +66,7 @@ def prepare(step: Step, exact: Collection[str], compares: bool, rows: Rows, dtyp
     names = (*kernel.reads, *kernel.writes)
     of_rows = [rows.at_rows(step.domain, domain) for domain in kernel.row_indices]
     if step.kind == "map":
-        launch_map = NodeKernel(spec_of(problem, plan_step(problem, None).constants), "relational_map")
+        launch_map = NodeKernel(_spec(step, problem, plan_step(problem, None)), "relational_map")
         num_rows, device = rows.sizes[step.domain], rows.device
 
         def run_map(_: Any, arguments: Sequence[Any]) -> None:
@@ -73,7 +81,7 @@ def prepare(step: Step, exact: Collection[str], compares: bool, rows: Rows, dtyp
     elements = problem.state_elements
     fixed = addresses([*indices, *of_rows])
     places = tuple(range(len(fixed) + len(names)))
-    spec, count = spec_of(problem, plan.constants), len(places)
+    spec, count = _spec(step, problem, plan), len(places)
     launch = TraversalLaunch(
         plan, "forward", rows.lists, spec, "relational_traversal", elements, count, places, side=side
     )
