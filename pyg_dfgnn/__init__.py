@@ -19,7 +19,7 @@ from pyg_dfgnn.settings import local_settings, settings  # noqa: E402
 if TYPE_CHECKING:
     from pyg_dfgnn.capture import capture_step
     from pyg_dfgnn.graph import Graph
-    from pyg_dfgnn.nn import accelerate, describe_plan, report, restore
+    from pyg_dfgnn.nn import accelerate, describe_plan, report, restore, stats
 
 __version__ = "0.1.0"
 __all__ = [
@@ -32,13 +32,14 @@ __all__ = [
     "report",
     "restore",
     "settings",
+    "stats",
 ]
 
 # Resolved on first use, so that `import pyg_dfgnn` does not pay for PyTorch Geometric.
 _LAZY = {
     "Graph": "pyg_dfgnn.graph",
     "capture_step": "pyg_dfgnn.capture",
-    **dict.fromkeys(("accelerate", "describe_plan", "report", "restore"), "pyg_dfgnn.nn"),
+    **dict.fromkeys(("accelerate", "describe_plan", "report", "restore", "stats"), "pyg_dfgnn.nn"),
 }
 _MODULES = frozenset("capture datasets errors frontend graph ir models nn ops training transforms utils".split())
 

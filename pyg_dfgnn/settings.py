@@ -5,10 +5,11 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 from pyg_dfgnn.errors import check_choice
+from pyg_dfgnn.profiling import begin, end
 
 RULES = ("auto", "autotune", "paper")
 SCHEDULES = (
@@ -46,6 +47,9 @@ class Settings:
             more time.
         linear: Whose products linear layers have. With `"torch"` they stay as they are. With `"kernels"`
             :func:`pyg_dfgnn.accelerate` makes drop-ins of them, which give large products in float32 to kernels.
+        profile: Whether layers and programs are ranges in torch's profiler, and in NVTX where there is a GPU, and calls
+            of layers are counted for :func:`pyg_dfgnn.stats`. Holds for the whole process while it is on there or in a
+            block of any thread; calls do nothing for it while it is off.
     """
 
     schedule: str = "auto"
@@ -55,6 +59,8 @@ class Settings:
     compile_messages: bool = os.environ.get("PYG_DFGNN_COMPILE_MESSAGES", "1") != "0"
     linear: str = "torch"
     edge_chunks: bool = False
+    # Kernels are chosen alike with and without.
+    profile: bool = field(default=False, compare=False)
 
     def __post_init__(self) -> None:
         check_choice("schedule", self.schedule, SCHEDULES)
@@ -64,6 +70,7 @@ class Settings:
         check_choice("compile_messages", self.compile_messages, (True, False))
         check_choice("linear", self.linear, ("torch", "kernels"))
         check_choice("edge_chunks", self.edge_chunks, (True, False))
+        check_choice("profile", self.profile, (True, False))
 
     @property
     def leaves_new(self) -> bool:
@@ -116,12 +123,16 @@ def settings(**changes: Any) -> None:
     global _global
     _check_names(changes)
     with _lock:
-        _global = replace(_global, **changes)
+        before, _global = _global, replace(_global, **changes)
+        if _global.profile and not before.profile:
+            begin()
+        elif before.profile and not _global.profile:
+            end()
 
 
 def _check_names(changes: Mapping[str, Any]) -> None:
     for name in changes:
-        check_choice("settings", name, [field.name for field in fields(Settings)])
+        check_choice("settings", name, [each.name for each in fields(Settings)])
 
 
 class local_settings:
@@ -148,9 +159,13 @@ class local_settings:
     def __enter__(self) -> Settings:
         inside = replace(current(), **self._changes)
         _enter(inside)
+        if self._changes.get("profile"):
+            begin()
         return inside
 
     def __exit__(self, *exc: object) -> None:
+        if self._changes.get("profile"):
+            end()
         # Another thread may end the block, as a generator that is thrown away.
         if _blocks.outer is not None:
             _leave()

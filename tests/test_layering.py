@@ -17,7 +17,7 @@ from pyg_dfgnn.statements.scores import SCORES
 PACKAGE = Path(pyg_dfgnn.__file__).parent
 ROOT = PACKAGE.parent
 MAX_LINES = 600
-LEAVES = {"errors", "fallback", "operator", "settings", "paths", "threads", "statements"}
+LEAVES = {"errors", "fallback", "operator", "settings", "paths", "profiling", "threads", "statements"}
 ALLOWED = {
     "graph": set(),
     "runtime": set(),

@@ -18,6 +18,7 @@ from pyg_dfgnn.nn.aggr import (
     SumAggregation,
     VarAggregation,
 )
+from pyg_dfgnn.nn.calls import stats
 from pyg_dfgnn.nn.conv import (
     APPNP,
     AGNNConv,
@@ -107,4 +108,5 @@ __all__ = [
     "global_mean_pool",
     "report",
     "restore",
+    "stats",
 ]

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from pyg_dfgnn.graph import Graph
+from pyg_dfgnn.profiling import program
 from pyg_dfgnn.statements.op import FEATURES, Derived, Pass, Statement, Value
 
 _COUNTS = {"targets": "num_dst", "sources": "num_src", "edges": "num_edges"}
@@ -105,13 +106,14 @@ class Text:
         """Give a value the tensor of another one."""
         self.arguments[name] = self.arguments[other]
 
-    def function(self, parameters: Sequence[str], results: Sequence[str]) -> Callable[..., Any]:
-        """Compile the function."""
+    def function(self, parameters: Sequence[str], results: Sequence[str], label: str) -> Callable[..., Any]:
+        """Compile the function, whose calls have this label in profilers."""
         body = "\n    ".join([*self.lines, f"return ({''.join(f'{result}, ' for result in results)})"])
         text = f"def run({', '.join(parameters)}):\n    {body}\n"
         exec(_code(text, self.name), self.names)  # noqa: S102
         # Its globals are these names, and nothing of them refers to it.
-        run: Callable[..., Any] = self.names.pop("run")
+        run: Any = self.names.pop("run")
+        program(run, f"pyg_dfgnn {self.name} {label}")
         return run
 
 
@@ -177,6 +179,7 @@ def compile_group(shape: Shape, group: str, flags: frozenset[str], passes: Seque
         passes: The prepared passes.
     """
     text = _Passes(shape, flags)
+    label = f"{group} by {', '.join(dict.fromkeys(run.plan.schedule for run in passes))}"
     statement, inputs = text.statement, list(text.statement.input_names)
     numbers = [number.name for number in statement.numbers]
     kept = list(statement.kept(flags))
@@ -192,7 +195,8 @@ def compile_group(shape: Shape, group: str, flags: frozenset[str], passes: Seque
                 text.allocate(value, near)
         for place, (stated, run) in enumerate(zip(statement.forward, passes, strict=True)):
             text.launch(place, stated, run)
-        return text.function(["graph", *inputs, *numbers], [*(value.name for value in statement.outputs), *kept])
+        results = [*(value.name for value in statement.outputs), *kept]
+        return text.function(["graph", *inputs, *numbers], results, label)
     for name in kept:
         text.bring(name)
     for derived in statement.derived:
@@ -202,8 +206,8 @@ def compile_group(shape: Shape, group: str, flags: frozenset[str], passes: Seque
         assert statement.edge_value is not None and statement.edge_pass is not None
         text.allocate(statement.edge_value, near)
         text.launch(0, statement.edge_pass, passes[0])
-        return text.function(["graph", *inputs, *kept, *numbers], [statement.edge_value.name])
-    return _backward(text, passes, inputs, kept, numbers, near)
+        return text.function(["graph", *inputs, *kept, *numbers], [statement.edge_value.name], label)
+    return _backward(text, label, passes, inputs, kept, numbers, near)
 
 
 def _bring_inputs(text: _Passes, group: str, forward: Any | None) -> None:
@@ -240,7 +244,13 @@ def _bring_inputs(text: _Passes, group: str, forward: Any | None) -> None:
 
 
 def _backward(
-    text: _Passes, passes: Sequence[Any], inputs: list[str], kept: list[str], numbers: list[str], near: str
+    text: _Passes,
+    label: str,
+    passes: Sequence[Any],
+    inputs: list[str],
+    kept: list[str],
+    numbers: list[str],
+    near: str,
 ) -> Callable[..., Any]:
     statement, flags, present = text.statement, text.flags, text.shape.present
     outputs = [value.name for value in statement.outputs]
@@ -279,4 +289,4 @@ def _backward(
                 "groups": f"{name}.squeeze(1)" if passes[0].head_groups == 1 else f"{name}.sum(1)",
             }[gradient.reduce]
     parameters = ["graph", *inputs, *kept, *outputs, *output_grads, *numbers]
-    return text.function(parameters, [results.get(name, "None") for name in inputs])
+    return text.function(parameters, [results.get(name, "None") for name in inputs], label)

@@ -57,7 +57,7 @@ class Timed:
 
     def __init__(self, prepared: Any, device: torch.device) -> None:
         self._pass, self._device = prepared, device
-        self.num_blocks = prepared.num_blocks
+        self.plan, self.num_blocks = prepared.plan, prepared.num_blocks
         self.head_groups: int = prepared.head_groups
         self.derives = prepared.derives
         self.seconds = math.inf

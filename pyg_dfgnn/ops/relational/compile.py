@@ -60,7 +60,8 @@ class Functions:
         text.steps(self.lowered.saved)
         results = [text.result(place, self.lowered.saved) for place in range(len(outputs))]
         saved = [self.variables[name] for name in self.lowered.saved]
-        return text.function(["rows", *parameters], [_tuple(results), _tuple(saved)])
+        label = _label("forward", self.lowered.forward)
+        return text.function(["rows", *parameters], [_tuple(results), _tuple(saved)], label)
 
     def backward(self, gradients: Sequence[str], wanted: Sequence[str | None]) -> Callable[..., Any]:
         """Return the function of the backward pass: (rows, list of what was saved, gradients of the outputs) to the
@@ -79,7 +80,13 @@ class Functions:
         return text.function(
             ["rows", "saved", *parameters],
             ["None" if name is None else text.result(next(places), None) for name in wanted],
+            _label("backward", self.lowered.backward),
         )
+
+
+def _label(group: str, steps: Sequence[Step]) -> str:
+    """Return the label of a pass in profilers: its kinds of steps."""
+    return f"{group} by {', '.join(dict.fromkeys(step.kind for step in steps))}"
 
 
 class _Pass(Text):
@@ -94,7 +101,7 @@ class _Pass(Text):
     def __init__(
         self, functions: Functions, todo: Sequence[Step], results: Sequence[tuple[str, tuple[int, ...]]]
     ) -> None:
-        super().__init__(functions.lowered.name, functions.rows.device.type == "cuda")
+        super().__init__(functions.lowered.name.removesuffix("_backward"), functions.rows.device.type == "cuda")
         self.functions, self.todo, self.results = functions, todo, results
         self.named("like", functions.like)
         # Buffers that are read by others than torch, as they lie in memory.
