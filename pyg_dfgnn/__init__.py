@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 from pyg_dfgnn.threads import let_threads_sleep
 
-if sys.argv[:1] == ["-m"]:
-    # Python looks for a command of this package, before torch is loaded.
+if sys.argv[:1] == ["-m"] or "".join(sys.argv[:1]).endswith("pyg-dfgnn"):
+    # Python looks for a command of this package, or the console script has started: before torch is loaded.
     let_threads_sleep()
 
 from pyg_dfgnn import operator as _operator  # noqa: E402, F401

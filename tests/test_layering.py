@@ -29,11 +29,12 @@ ALLOWED = {
     "nn": {"frontend", "ops", "dispatch", "ir", "reference", "graph"},
     "capture": {"distributed", "nn", "frontend", "ops", "graph"},
     "utils": {"nn"},
-    "__main__": {"graph"},
+    "__main__": {"command"},
     "models": {"nn", "ops", "graph"},
     "datasets": {"graph"},
     "distributed": {"ops", "graph"},
     "transforms": {"graph"},
+    "command": {"training", "nn", "runtime", "graph"},
     "training": {"capture", "transforms", "distributed", "models", "datasets", "nn", "ops", "graph"},
 }
 ALLOWED["benchmarks"] = set(ALLOWED) - {"__main__"}

@@ -74,3 +74,13 @@ def precompile(specs: Iterable[Spec], workers: int) -> None:
             if failure is not None:
                 pool.terminate()
                 raise CompileError(failure)
+
+
+def nvrtc_version() -> tuple[str, str]:
+    """Return the version of NVRTC, and why it is not known where it is empty."""
+    try:
+        from cupy.cuda import nvrtc
+
+        return ".".join(map(str, nvrtc.getVersion())), ""
+    except Exception as error:
+        return "", str(error).splitlines()[0] if str(error) else type(error).__name__

@@ -1,0 +1,44 @@
+"""The command that lists what is installed, what runs here, and what is kept on disk."""
+
+from __future__ import annotations
+
+import platform
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+import torch
+from torch.utils import collect_env
+
+import pyg_dfgnn
+from pyg_dfgnn.command.cache import cache_folder, cached
+from pyg_dfgnn.graph.derived import in_units
+from pyg_dfgnn.runtime.compiler import nvrtc_version
+
+PACKAGES = (
+    *("torch", "torch_geometric", "numpy", "cupy-cuda12x", "cupy-cuda13x", "triton"),
+    *("hydra-core", "scipy", "torch_sparse", "torch_scatter", "pyg-lib"),
+)
+
+
+def info() -> int:
+    """Print versions, GPUs, the driver and the cache of kernels."""
+    print(f"pyg_dfgnn {pyg_dfgnn.__version__} in {Path(pyg_dfgnn.__file__).parent}")
+    print(f"Python {platform.python_version()} on {collect_env.get_os(collect_env.run)}, {platform.platform()}")
+    for name in PACKAGES:
+        try:
+            print(f"{name} {version(name)}")
+        except PackageNotFoundError:
+            print(f"{name} is not installed")
+    print(f"PyTorch is built for {f'CUDA {torch.version.cuda}' if torch.version.cuda else 'CPUs only'}")
+    found, problem = nvrtc_version()
+    print(f"NVRTC {found}" if found else f"NVRTC: unknown, {problem}")
+    driver = collect_env.get_nvidia_driver_version(collect_env.run)
+    print(f"driver {driver}" if driver else "driver: unknown, nvidia-smi finds none")
+    for index in range(torch.cuda.device_count()):
+        gpu = torch.cuda.get_device_properties(index)
+        print(f"GPU {index}: {gpu.name}, {in_units(gpu.total_memory)}, compute capability {gpu.major}.{gpu.minor}")
+    if not torch.cuda.is_available():
+        print("PyTorch finds no GPU: what kernels would do on one cannot be told")
+    count, size = cached()
+    print(f"kernels on disk: {count} files, {in_units(size)} in {cache_folder()}")
+    return 0
