@@ -1,5 +1,5 @@
 # Each target builds .venv on its first call; PYTHON=/path/to/python uses a ready environment instead.
-#   make train ARGS="data=cora"     make test ARGS="tests/training -x"     make test-full
+#   make train ARGS="data=cora"     make test ARGS="tests/training -x"     make help
 
 SYSTEM_PYTHON = python3
 PYTHON = .venv/bin/python
@@ -18,38 +18,41 @@ RUN_ENV = .venv/run.stamp
 TEST_ENV = .venv/test.stamp
 endif
 
-.PHONY: train test test-full test-gpu test-sparse lint types check bench clean
+.PHONY: help train test test-full test-gpu test-sparse lint types check bench clean
 
-train: $(RUN_ENV)
+help:  ## list the targets
+	@sed -n 's/^\([a-z-]*\):[^#]*## /\1: /p' $(MAKEFILE_LIST) | awk -F': ' '{ printf "%-12s %s\n", $$1, $$2 }'
+
+train: $(RUN_ENV)  ## run train.py with ARGS
 	$(PYTHON) train.py $(ARGS)
 
-test: $(TEST_ENV)
+test: $(TEST_ENV)  ## run the tests that need no GPU
 	$(PYTEST) -n $(JOBS) --dist worksteal -m "not cuda and not sparse" --grid=$(GRID) $(ARGS)
 
 test-full: GRID = full
-test-full: test
+test-full: test  ## run them on every case of each grid
 
-test-gpu: $(TEST_ENV)
+test-gpu: $(TEST_ENV)  ## run the tests that need a GPU
 	$(PYTEST) -m cuda $(ARGS)
 
-test-sparse: $(TEST_ENV)
+test-sparse: $(TEST_ENV)  ## build torch_sparse and run the tests that need it
 	$(PYTHON) .ci/install_torch_sparse.py
 	$(PYTEST) -m sparse $(ARGS)
 
-check: lint types
+check: lint types  ## run lint and types
 
-lint: $(TEST_ENV)
+lint: $(TEST_ENV)  ## check style with ruff
 	$(PYTHON) -m ruff check .
 	$(PYTHON) -m ruff format --check .
 
-types: $(TEST_ENV)
+types: $(TEST_ENV)  ## check types with mypy
 	$(PYTHON) -m mypy
 
-bench: $(RUN_ENV)
+bench: $(RUN_ENV)  ## run a benchmark with ARGS
 	$(PYTHON) -m benchmarks $(ARGS)
 
-clean:
-	rm -rf .venv build dist outputs multirun *.egg-info .mypy_cache .pytest_cache .ruff_cache
+clean:  ## delete what make and the tools have made, but no outputs of runs
+	rm -rf .venv build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache
 
 .venv/run.stamp: pyproject.toml
 	@echo "setting up .venv (first call only)"

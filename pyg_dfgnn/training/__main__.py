@@ -18,6 +18,7 @@ from omegaconf.errors import OmegaConfBaseException
 from pyg_dfgnn.errors import UnsupportedError
 from pyg_dfgnn.paths import configs_dir
 from pyg_dfgnn.threads import let_threads_sleep
+from pyg_dfgnn.training.hints import hint
 
 _SHOWS_TRACEBACK = os.environ.get("HYDRA_FULL_ERROR") == "1"
 _OF_CONFIGS = (HydraException, OmegaConfBaseException)
@@ -50,6 +51,7 @@ def _in_one_line() -> Iterator[None]:
         text = str(error)
         if isinstance(error, _OF_CONFIGS):
             text = " ".join(text.partition("\nConfig search path")[0].split())
+            text = "; ".join(filter(None, (text, hint(text, sys.argv[1:]))))
         sys.exit(f"{type(error).__name__}: {text} (HYDRA_FULL_ERROR=1 shows the traceback)")
 
 

@@ -103,3 +103,13 @@ def test_the_library_needs_no_extra():
     """All but training can be imported without the packages of any extra; training names its own."""
     done = subprocess.run([sys.executable, "-c", BLOCKED], cwd=ROOT, capture_output=True, text=True, check=True)
     assert "hydra" in done.stdout and ".[train]" in done.stdout
+
+
+def test_make_lists_its_targets_and_clean_keeps_runs():
+    text = (ROOT / "Makefile").read_text()
+    phony = re.search(r"^\.PHONY: (.*)$", text, re.MULTILINE).group(1).split()
+    shown = subprocess.run(["make", "--silent", "help"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    lines = dict(line.split(None, 1) for line in shown.splitlines())
+    assert sorted(lines) == sorted(phony) and all(lines.values())
+    recipe = subprocess.run(["make", "--dry-run", "clean"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    assert "build" in recipe.split() and not {"outputs", "multirun"} & set(recipe.split())

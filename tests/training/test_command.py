@@ -120,6 +120,25 @@ def test_errors_of_a_user_are_one_line_each(tmp_path):
         assert line.startswith(expected) and line.endswith("(HYDRA_FULL_ERROR=1 shows the traceback)")
 
 
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["model.heds=3"], "+model.heds=3; did you mean model.heads? (HYDRA"),
+        (["epochs=3"], "+epochs=3; did you mean trainer.epochs? (HYDRA"),
+        (["dta=cora"], "did you mean data or paths.data? (HYDRA"),
+        (["data=corra"], "; did you mean data=cora? (HYDRA"),
+        (["-m", "data=aifb,mutag", "trainer.epoch=3"], "; did you mean trainer.epochs? (HYDRA"),
+        # An option of the model of this data set alone.
+        (["data=aifb", "model.num_base=3"], "; did you mean model.num_bases or model.num_blocks? (HYDRA"),
+        (["qqq=1"], "+qqq=1 (HYDRA"),
+    ],
+    ids=lambda value: None if isinstance(value, str) else value[-1],
+)
+def test_a_misspelt_option_is_told_its_name(tmp_path, words, said):
+    done = start("train.py", words, tmp_path)
+    assert done.returncode == 1 and said in done.stderr and len(done.stderr.splitlines()) == 1, done.stderr
+
+
 def test_the_traceback_is_there_for_who_wants_it(tmp_path, monkeypatch):
     monkeypatch.setenv("HYDRA_FULL_ERROR", "1")
     done = start("train.py", ["model.heads=5"], tmp_path)

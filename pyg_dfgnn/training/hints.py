@@ -1,0 +1,72 @@
+"""Names that a user may have meant, for options of train.py that do not exist."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from difflib import get_close_matches
+from typing import Any
+
+from hydra import compose, initialize_config_dir
+from hydra.core.global_hydra import GlobalHydra
+from hydra.errors import HydraException
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from pyg_dfgnn.paths import configs_dir
+
+_KEY = re.compile(r"Could not override '([^']+)'")
+_CHOICE = re.compile(r"Could not find '([^']+)/([^'/]+)'")
+
+
+def hint(problem: str, words: Sequence[str]) -> str:
+    """Return "did you mean ...?" for an error of Hydra; empty where nothing is close.
+
+    Args:
+        problem: Its message.
+        words: Arguments of the command.
+    """
+    key, choice = _KEY.search(problem), _CHOICE.search(problem)
+    if choice is not None:
+        names = sorted(path.stem for path in (configs_dir() / choice[1]).glob("*.yaml"))
+        close = [f"{choice[1]}={name}" for name in get_close_matches(choice[2], names)]
+    elif key is not None:
+        close = _close(key[1], words)
+    else:
+        return ""
+    return f"did you mean {' or '.join(close)}?" if close else ""
+
+
+def _close(key: str, words: Sequence[str]) -> list[str]:
+    """Return the options that are like a key, or end as it does."""
+    keys = _options(words)
+    by_end: dict[str, list[str]] = {}
+    for each in keys:
+        by_end.setdefault(each.rpartition(".")[2], []).append(each)
+    ends = get_close_matches(key.rpartition(".")[2], by_end)
+    group, dot, _ = key.rpartition(".")
+    # An option of the group that was named comes first.
+    like = [name for end in ends for name in by_end[end]]
+    like = [name for name in like if dot and name.startswith(f"{group}.")] or like
+    return list(dict.fromkeys([*get_close_matches(key, keys, cutoff=0.8), *like]))[:3]
+
+
+def _options(words: Sequence[str]) -> list[str]:
+    """Return the dotted names of all options under the groups that words choose."""
+    groups = {path.name for path in configs_dir().iterdir() if path.is_dir()}
+    # Of a sweep the first choice.
+    chosen = [word.partition(",")[0] for word in words if word.partition("=")[0].lstrip("+") in groups]
+    GlobalHydra.instance().clear()
+    try:
+        with initialize_config_dir(str(configs_dir()), version_base="1.3"):
+            config = OmegaConf.to_container(compose("train", chosen))
+    except (HydraException, OmegaConfBaseException):
+        return sorted(groups)
+    return sorted(groups | set(_flat(config)))
+
+
+def _flat(config: Any, before: str = "") -> Iterator[str]:
+    for name, value in config.items():
+        yield f"{before}{name}"
+        if isinstance(value, dict):
+            yield from _flat(value, f"{before}{name}.")
