@@ -40,6 +40,7 @@ from pyg_dfgnn.nn import DROP_INS
 from pyg_dfgnn.paths import configs_dir
 from pyg_dfgnn.settings import Settings, current
 from pyg_dfgnn.training import checkpoint
+from pyg_dfgnn.training.loggers import loggers
 from pyg_dfgnn.training.report import environment, plot_curves, write_metrics
 from pyg_dfgnn.training.trainer import Options, Trainer, step_scheduler
 from pyg_dfgnn.transforms import Reorder
@@ -157,8 +158,11 @@ def train(cfg: DictConfig, group: Group | None = None) -> float:
             fallback.report_fallback(type(model).__name__, [fallback.NO_DEVICE])
         if device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(device)
+        # One of several processes logs.
+        asked = (options.tensorboard, options.wandb) if group.is_main else (False, None)
         try:
-            trainer.fit()
+            with loggers(*asked, folder, config) as log_row:
+                trainer.fit(log_row)
         except BaseException as error:
             if isinstance(error, KeyboardInterrupt):
                 log.info("interrupted after epoch %d; go on with\n%s", trainer.epoch, resume_command(folder))

@@ -27,7 +27,7 @@ from tqdm.contrib.logging import logging_redirect_tqdm
 from pyg_dfgnn.capture import Capacity, Recorder
 from pyg_dfgnn.datasets import Task
 from pyg_dfgnn.distributed import Group, own_part, wrap
-from pyg_dfgnn.errors import check_bool, check_choice, check_integer, check_range
+from pyg_dfgnn.errors import check_bool, check_choice, check_integer, check_range, check_type
 from pyg_dfgnn.graph import Graph
 from pyg_dfgnn.training import checkpoint
 from pyg_dfgnn.training.loaders import (
@@ -40,6 +40,7 @@ from pyg_dfgnn.training.loaders import (
     weighted,
     whole_graph,
 )
+from pyg_dfgnn.training.loggers import LogRow, check_loggers
 from pyg_dfgnn.training.metrics import ErrorScore, RankScore, Score
 from pyg_dfgnn.training.report import write_rows
 from pyg_dfgnn.training.step import PRECISIONS, check_captured, make_step
@@ -79,6 +80,8 @@ class Options:
         checkpoint_every: Epochs between two writes of the checkpoints, which an interrupt and the end write too.
         log_every: Epochs between two log lines.
         progress: Show a progress bar; None: only on a terminal.
+        tensorboard: Log metrics of epochs for TensorBoard, to `tensorboard` in the folder of the run.
+        wandb: Project of Weights & Biases to log metrics of epochs to; None: to none.
 
     Raises:
         TypeError: A value has the wrong type.
@@ -99,17 +102,21 @@ class Options:
     checkpoint_every: int = 1
     log_every: int = 1
     progress: bool | None = None
+    tensorboard: bool = False
+    wandb: str | None = None
 
     def __post_init__(self) -> None:
         check_choice("monitor", self.monitor, (None, *MONITORS))
         check_choice("precision", self.precision, tuple(PRECISIONS))
         for name in ("epochs", "checkpoint_every", "log_every"):
             check_integer(name, getattr(self, name), 1)
-        for name in ("cuda_graph", "compile", "prefetch"):
+        for name in ("cuda_graph", "compile", "prefetch", "tensorboard"):
             check_bool(name, getattr(self, name))
         for name in ("resident", "progress"):
             if getattr(self, name) is not None:
                 check_bool(name, getattr(self, name))
+        if self.wandb is not None:
+            check_type("wandb", self.wandb, str, "the name of a project, or null")
         if self.patience is not None:
             check_integer("patience", self.patience, 1)
         if self.max_time_s is not None:
@@ -138,7 +145,9 @@ class Options:
         Raises:
             TypeError: An argument of a loader is unknown or has the wrong type.
             ValueError: They cannot.
+            ModuleNotFoundError: The package of a logger is missing.
         """
+        check_loggers(self.tensorboard, self.wandb)
         if self.cuda_graph:
             Recorder(device)
         if self.compile and group.size > 1:
@@ -277,8 +286,11 @@ class Trainer:
         self._state = self.state()
         self._is_between_epochs = True
 
-    def fit(self) -> None:
+    def fit(self, log_row: LogRow = lambda _: None) -> None:
         """Train until the last epoch, for `max_time_s`, or until no better epoch was seen for `patience` epochs.
+
+        Args:
+            log_row: Takes the metrics of each epoch.
 
         Raises:
             KeyboardInterrupt: The user interrupts, or the process receives SIGTERM; the state of the last whole epoch
@@ -299,6 +311,7 @@ class Trainer:
             while not self.is_done and not self._is_late(started):
                 with _interrupts_after() if steps == 1 else nullcontext():
                     row = self._run_epoch(bar)
+                log_row(row)
                 if self.epoch % options.log_every == 0 or self.epoch == options.epochs:
                     with nullcontext() if bar.disable else logging_redirect_tqdm():
                         log.info(_line(row, options.epochs, self._remaining_s(started)))

@@ -455,7 +455,7 @@ def test_wrong_configs(run, overrides, error, message):
         ("trainer.loader.num_workers=-1", ValueError, r"'trainer.loader.num_workers' needs a value >= 0 \(got -1\)"),
         ("+trainer.loader.drop_last=true", ValueError, r"'trainer.loader' needs no 'drop_last': an .* \(got True\)"),
         ("+trainer.loader.shuffle=false", ValueError, r"'trainer.loader' needs no 'shuffle': an .* \(got False\)"),
-        ("+trainer.foo=1", ValueError, r"'trainer' needs options among epochs, .*, progress \(got foo\)"),
+        ("+trainer.foo=1", ValueError, r"'trainer' needs options among epochs, .*, wandb \(got foo\)"),
         ("seed=99999999999999999999", ValueError, r"'seed' needs a value in \[0, \d+\] \(got 9{20}\)"),
         ("backend=auto_graph", ValueError, r"'device' needs a CUDA device for steps in a CUDA graph \(got cpu\)"),
         ("+trainer.loader.foo=1", TypeError, r"'trainer.loader' needs arguments that PyG's DataLoader takes .*'foo'"),
