@@ -50,7 +50,7 @@ def test_the_figures_of_the_paper_are_all_there():
     assert [graph.partition("@")[2] for graph in graphs["fig14"]] == "64 128 256 512 1024 2048".split()
 
 
-@pytest.mark.parametrize("file", ["docs/benchmarks.md", "docs/paper.md", "results/README.md"])
+@pytest.mark.parametrize("file", ["docs/measurements.md", "docs/paper.md", "results/README.md"])
 def test_commands_that_are_written_down_compose(file):
     text = (CONFIGS.parents[1] / file).read_text()
     commands = re.findall(r"python -m benchmarks ([^`#\n]*)", text)

@@ -3,7 +3,7 @@
 import re
 from pathlib import Path
 
-PAGE = (Path(__file__).parents[2] / "docs" / "relational.md").read_text()
+PAGE = (Path(__file__).parents[2] / "docs" / "programs.md").read_text()
 
 
 def test_page_prints_what_it_shows(capsys):

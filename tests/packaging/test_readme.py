@@ -1,15 +1,20 @@
 """What the documents show runs, names what exists, and states the numbers in ``results/``."""
 
 import importlib.util
+import json
+import os
 import re
 import shlex
+import subprocess
+import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
 
 from benchmarks import published
-from pyg_dfgnn.nn import DROP_INS, GATConv
+from pyg_dfgnn.nn import DROP_INS
 from pyg_dfgnn.paths import configs_dir
 from pyg_dfgnn.settings import FALLBACKS, SCHEDULES
 from pyg_dfgnn.statements import score
@@ -48,25 +53,48 @@ def test_readme_example_prints_what_is_shown(capsys, caplog):
         assert printed.startswith(table) and "PyG's own path, because" in printed
 
 
-def test_edge_network_example():
-    (example,) = examples("docs/edge_networks.md")
-    given = {}
-    exec(example, given)
-    assert given["layer"](torch.randn(5, 64), torch.randint(5, (2, 9))).shape == (5, 64)
+SHOWN = re.compile(r"```python\n(.*?)```\n(?:\n```\n(.*?)```)?", flags=re.DOTALL)
+"""A block of Python, and what it prints where the page shows it right below."""
+PAGES = [name for name in DOCUMENTS if name.startswith("docs/") and examples(name)]
+# They have tests of their own: test_own_score, tests/nn/test_message_page.py and tests/ir/test_page.py.
+ELSEWHERE = {"docs/own_score.md", "docs/message_passing.md", "docs/programs.md"}
 
 
-def test_partitioned_example():
-    (example,) = examples("docs/several_gpus.md")
-    given = {"edge_index": torch.randint(30, (2, 90)), "num_nodes": 30, "x": torch.randn(30, 4), "model": GATConv(4, 2)}
-    exec(example, given)
-    assert given["out"].shape == (30, 2)
+def run_page(name, capsys, is_run=lambda block: True):
+    """Run the blocks of a page one after the other in one scope, compare what they print, and return the scope."""
+    scope = {}
+    for block, shown in SHOWN.findall(DOCUMENTS[name]):
+        if is_run(block):
+            exec(block, scope)
+            printed = capsys.readouterr().out
+            assert not shown or printed == shown
+    return scope
 
 
-@pytest.mark.parametrize("name", ["docs/settings.md", "docs/schedules.md"])
-def test_other_examples(name, capsys):
-    for example in examples(name):
-        exec(example, {})
-    assert "row_split" in capsys.readouterr().out
+@pytest.mark.parametrize("name", sorted(set(PAGES) - ELSEWHERE))
+def test_examples_of_a_page_run(name, capsys, monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    # PyTorch's own compiler needs a C++ compiler on a CPU.
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager"))
+    run_page(name, capsys, lambda block: "NeighborLoader" not in block)
+
+
+@pytest.mark.sparse
+def test_examples_of_sampling_run(capsys):
+    run_page("docs/your_loop.md", capsys)
+
+
+def test_every_page_that_users_read_has_an_example_or_a_command():
+    pages = ["install", "first_speedup", "your_loop", "message_passing", "edge_networks", "relational", "several_gpus"]
+    pages += ["own_data", "deploy", "settings", "reading_a_plan", "troubleshooting", "measurements"]
+    assert all("```" in DOCUMENTS[f"docs/{page}.md"] or "`python " in DOCUMENTS[f"docs/{page}.md"] for page in pages)
+
+
+def test_first_speedup_shows_the_line_of_accelerate(caplog, capsys):
+    with caplog.at_level("INFO", logger="pyg_dfgnn"):
+        run_page("docs/first_speedup.md", capsys)
+    (line,) = re.findall(r"^pyg_dfgnn: (accelerate: .*)$", DOCUMENTS["docs/first_speedup.md"], flags=re.MULTILINE)
+    assert line in caplog.messages
 
 
 def test_captured_steps(capsys):
@@ -77,16 +105,25 @@ def test_captured_steps(capsys):
     assert "Step(GAT, Adam, c" in capsys.readouterr().out
 
 
-def test_values_of_ones_own(capsys):
-    (example,) = examples("docs/molecules.md")
-    exec(example, {})
-    assert capsys.readouterr().out.endswith(" m\n")
-
-
-def test_reordering_example(capsys):
-    exec(examples("docs/io_aware.md")[0], {})
-    report, epochs = capsys.readouterr().out.splitlines()
-    assert report.startswith("reordered by community in ") and epochs == "240"
+def test_own_data_and_model_in_15_lines(tmp_path):
+    """The page is followed by the letter, in an empty folder."""
+    page = DOCUMENTS["docs/own_data.md"]
+    code = examples("docs/own_data.md")[0]
+    assert sum(bool(line.strip()) for line in code.splitlines()) == 15
+    (tmp_path / "mine.py").write_text(code)
+    files = re.findall(r"`(my/\w+/\w+\.yaml)`[^`]*```yaml\n(.*?)```", page.replace("`defaults`", ""), re.DOTALL)
+    assert [name for name, _ in files] == ["my/data/rings.yaml", "my/model/net.yaml"]
+    for name, text in files:
+        (tmp_path / name).parent.mkdir(parents=True)
+        (tmp_path / name).write_text(text)
+    (command,) = re.findall(r"^python (-m pyg_dfgnn\.training .*)$", page, flags=re.MULTILINE)
+    words = [sys.executable, *shlex.split(command)]
+    done = subprocess.run(
+        words, cwd=tmp_path, env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    (metrics,) = tmp_path.glob("outputs/rings-net/*/metrics.json")
+    assert json.loads(metrics.read_text())["test_accuracy"] > 0.6
 
 
 def test_own_score(capsys):
