@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import csv
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -99,6 +100,13 @@ def beside_published(groups: Groups, published: Published) -> str:
     return markdown(rows)
 
 
+def compared(groups: Groups, curves: Curves) -> Groups:
+    """Return the settings with curves that share task, model, metric and experiment with another such setting."""
+    drawn = {key: runs for key, runs in groups.items() if any(run["run"] in curves for run in runs)}
+    settings = Counter(key[:4] for key in drawn)
+    return {key: runs for key, runs in drawn.items() if settings[key[:4]] > 1}
+
+
 def main(words: Sequence[str] | None = None) -> None:
     """Add the runs of sweeps to a folder, and write its table and figure."""
     parser = argparse.ArgumentParser(description=__doc__)
@@ -112,9 +120,9 @@ def main(words: Sequence[str] | None = None) -> None:
     points = ((run, *point) for run, curve in curves.items() for point in curve.items())
     write_rows(folder / "curves.csv", CURVE_FIELDS, (dict(zip(CURVE_FIELDS, point)) for point in points))
     (folder / "table.md").write_text(beside_published(groups, read_published(published) if published.exists() else {}))
-    # Earlier results may have no curves.
-    if curves:
-        save_figure(figure(groups, curves), folder / "curves.png")
+    # Earlier results may have no curves, and a curve alone compares nothing.
+    if shown := compared(groups, curves):
+        save_figure(figure(shown, curves), folder / "curves.png")
     print(f"{len(groups)} settings of {len(rows)} runs: {folder / 'table.md'}")
 
 

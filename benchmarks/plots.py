@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import argparse
+import re
 import sys
 from collections.abc import Mapping, Sequence
 from io import BytesIO
@@ -19,16 +20,75 @@ from benchmarks.tables import in_order, timed, times_faster
 DRAWN_DIRECTIONS = ("fwd", "fwd+bwd")
 """Directions that have a row of panels; passes have one each where nothing was timed through autograd."""
 
+FIGURES = {
+    "fig9": "Attention on batches of 1,024 graphs",
+    "fig10a": "Attention on citation graphs",
+    "fig10b": "Attention on whole graphs with super nodes",
+    "fig11": "The optimisations of feature-parallel fusion, one after the other",
+    "fig12": "Scores in a kernel of their own (pmf) against one kernel (smmf)",
+    "fig13": "Attention on PATTERN by the number of channels",
+    "fig14": "Attention on PATTERN by the number of graphs in a batch",
+}
+"""Stem of a file of the paper's figures -> title."""
+WORDS = {
+    "fwd": "forward",
+    "fwd+bwd": "forward and backward",
+    "GT": "TransformerConv",
+    "GAT": "GATConv",
+    "GATv2": "GATv2Conv",
+    "AGNN": "AGNNConv",
+    "ours": "pyg_dfgnn",
+    "ours paper": "DF-GNN's fusions in pyg_dfgnn",
+    "ours pmf": "pmf: scores in a kernel of their own",
+    "ours smmf": "+ features read as vectors (smmf)",
+    "ours feature_parallel+scores": "+ scores shared evenly by edges",
+    "ours feature_parallel+scores+softmax": "+ softmax by edges",
+    "smmf": "smmf: one kernel",
+    "feature_parallel": "plain feature-parallel fusion",
+    "cuSPARSE, unfused": "unfused calls of cuSPARSE",
+    "torch.compile of PyG": "PyG under torch.compile",
+    "auto": "pyg_dfgnn",
+    "auto_graph": "pyg_dfgnn, captured",
+    "unfused": "unfused calls of cuSPARSE",
+    "pyg_compile": "PyG under torch.compile",
+}
+"""Name in the rows -> words of a figure."""
+DATA_SETS = {
+    "citeseer": "CiteSeer",
+    "cora": "Cora",
+    "pascalvoc_sp": "PascalVOC",
+    "ppa": "ogbl-ppa",
+    "proteins": "ogbn-proteins",
+    "pubmed": "PubMed",
+    "reddit": "Reddit",
+    "voc": "PascalVOC",
+}
+"""Name of a graph without `_like` -> name of its data set, where that is not the same in capitals."""
+
 Panel = Mapping[str, Mapping[str, float]]
 """Group of bars -> label of a bar -> times faster; a group without bars is one where the baseline has no time."""
+
+
+def words(name: str) -> str:
+    """Return the words of a figure for a direction, layer, implementation, graph, batch or size of the rows."""
+    if heads_and_channels := re.fullmatch(r"(\d+)x(\d+)", name):
+        heads, channels = heads_and_channels.groups()
+        return f"{channels} channels" if heads == "1" else f"{heads} heads of {channels}"
+    stem, _, count = name.partition("@")
+    if count.isdigit():
+        return f"{int(count):,} graphs"
+    known = stem.removesuffix("_like")
+    if known != stem or known in DATA_SETS:
+        return DATA_SETS.get(known, known.upper()) + ("-like" if known != stem else "")
+    return WORDS.get(name, name)
 
 
 def speedup_figure(panels: Mapping[tuple[str, str], Panel], baseline: str, title: str) -> Any:
     """Bars that start at 1, the baseline, on a logarithmic axis.
 
     Args:
-        panels: (row, column) of a panel -> its bars.
-        baseline: Name of what is compared with.
+        panels: (row, column) of a panel -> its bars, all by their names in the rows.
+        baseline: Name of what is compared with, in the rows.
         title: Title of the figure.
 
     Returns:
@@ -41,7 +101,8 @@ def speedup_figure(panels: Mapping[tuple[str, str], Panel], baseline: str, title
 
     rows, columns = (list(dict.fromkeys(place[axis] for place in panels)) for axis in (0, 1))
     groups = max(len(panel) for panel in panels.values())
-    figure = Figure(figsize=(max(3.2, 0.9 * groups) * len(columns), 2.4 * len(rows) + 0.6), layout="constrained")
+    width_inches = max(6.5, max(3.6, 0.9 * groups) * len(columns))
+    figure = Figure(figsize=(width_inches, 2.6 * len(rows) + 1.0), layout="constrained")
     FigureCanvasAgg(figure)
     axes = figure.subplots(len(rows), len(columns), squeeze=False)
     labels = sorted(
@@ -58,7 +119,7 @@ def speedup_figure(panels: Mapping[tuple[str, str], Panel], baseline: str, title
             axis.bar(shifted, tops, width, bottom=1.0, color=f"C{index}")
         for place, bars in enumerate(panel.values()):
             if not bars:
-                axis.text(place, 1.05, f"no time of\n{baseline}", ha="center", va="bottom", fontsize="xx-small")
+                axis.text(place, 1.05, "no time to\ncompare with", ha="center", va="bottom", fontsize="xx-small")
         axis.axhline(1.0, color="black", linewidth=0.8)
         factors = [factor for bars in panel.values() for factor in bars.values()]
         axis.set_yscale("log")
@@ -68,13 +129,16 @@ def speedup_figure(panels: Mapping[tuple[str, str], Panel], baseline: str, title
         axis.yaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
         axis.yaxis.set_major_formatter("{x:g}")
         axis.yaxis.set_minor_locator(NullLocator())
-        axis.set_xticks(range(len(panel)), panel, fontsize="small", rotation=30)
+        axis.set_xticks(range(len(panel)), map(words, panel), fontsize="small", rotation=20)
         axis.grid(axis="y", alpha=0.3)
-        axis.set_title(" ".join(filter(None, (column, row))), fontsize="medium")
+        axis.set_title(", ".join(map(words, filter(None, (column, row)))), fontsize="medium")
     for axis in axes[:, 0]:
-        axis.set_ylabel(f"times faster than\n{baseline}", fontsize="small")
-    handles = [Patch(color=f"C{index}", label=label) for index, label in enumerate(labels)]
-    figure.legend(handles=handles, loc="outside lower center", fontsize="small", ncols=4)
+        axis.set_ylabel(f"times faster than\n{words(baseline)}", fontsize="small")
+    handles = [Patch(color=f"C{index}", label=words(label)) for index, label in enumerate(labels)]
+    # A legend in as many columns as the figure has room for.
+    inches = 0.6 + 0.08 * max(len(words(label)) for label in labels)
+    columns_of_legend = max(1, int(width_inches / inches))
+    figure.legend(handles=handles, loc="outside lower center", fontsize="small", ncols=columns_of_legend)
     figure.suptitle(title, fontsize="medium")
     return figure
 
@@ -98,21 +162,25 @@ def panels_of(rows: Rows, baseline: str) -> dict[tuple[str, str], Panel]:
     return panels
 
 
-def draw(rows: Rows, baseline: str, path: Path) -> Path | None:
-    """Draws the figure of an experiment.
+def figure_of(rows: Rows, baseline: str, name: str) -> Any:
+    """Return the figure of an experiment, of matplotlib; None where nothing was timed beside the baseline.
 
     Args:
         rows: The rows of its CSV.
         baseline: What speed-ups compare with: an implementation or a schedule.
-        path: The file to write.
-
-    Returns:
-        The path; None where nothing was timed beside the baseline.
+        name: Name of the experiment.
     """
     panels = panels_of(rows, baseline)
     if not any(bars for panel in panels.values() for bars in panel.values()):
         return None
-    figure = speedup_figure(panels, TITLES.get(baseline, baseline), f"{path.stem}, {rows[0]['gpu']}")
+    return speedup_figure(panels, TITLES.get(baseline, baseline), f"{FIGURES.get(name, name)}, {rows[0]['gpu']}")
+
+
+def draw(rows: Rows, baseline: str, path: Path) -> Path | None:
+    """Draw the figure of an experiment, named by the file; return the path, or None where there is none to draw."""
+    figure = figure_of(rows, baseline, path.stem)
+    if figure is None:
+        return None
     save_figure(figure, path)
     return path
 
@@ -122,7 +190,7 @@ def save_figure(figure: Any, path: Path) -> None:
     from PIL import Image
 
     with BytesIO() as whole:
-        figure.savefig(whole, format="png", dpi=110)
+        figure.savefig(whole, format="png", dpi=96)
         Image.open(whole).convert("RGB").quantize(64, dither=Image.Dither.NONE).save(path, optimize=True)
 
 

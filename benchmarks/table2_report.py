@@ -74,6 +74,6 @@ def draw(rows: Sequence[Row], path: Path) -> Path:
     for (dataset, backend), factor in faster(rows, "sum_ms").items():
         if backend != BASELINE:
             panel[dataset][backend] = factor
-    title = f"training steps of {rows[0]['model']}, {rows[0]['gpu']}"
+    title = f"Training steps of {rows[0]['model']}, {rows[0]['gpu']}"
     save_figure(speedup_figure({("", "preprocess, forward and backward"): panel}, "PyG", title), path)
     return path

@@ -139,6 +139,7 @@ def figure(groups: Groups, curves: Curves) -> Figure:
     panels = list(dict.fromkeys(key[:4] for key in drawn if drawn[key]))
     shape = -(-len(panels) // _COLUMNS), min(len(panels), _COLUMNS)
     image = Figure(figsize=(4.2 * shape[1], 3.6 * shape[0]), layout="constrained")
+    image.suptitle("Mean (line) and range (band) over seeds", fontsize="medium")
     places = image.subplots(*shape, squeeze=False).flatten()
     for axes, panel in zip(places, panels):
         shown = {key: over_seeds for key, over_seeds in drawn.items() if over_seeds and key[:4] == panel}
@@ -154,7 +155,8 @@ def figure(groups: Groups, curves: Curves) -> Figure:
             # A line needs two points.
             (line,) = axes.plot(epochs, means, label=name, marker="o" if len(epochs) == 1 else None)
             axes.fill_between(epochs, list(map(min, steps)), list(map(max, steps)), color=line.get_color(), alpha=0.2)
-        axes.set(title=f"{panel[1]} on {panel[0]}", xlabel="epoch", ylabel=f"validation {panel[2]}")
+        axes.set(title=f"{panel[1]} on {panel[0]}", xlabel="epoch", ylabel=f"validation {panel[2]}".replace("_", " "))
+        axes.xaxis.get_major_locator().set_params(integer=True)
         axes.grid(alpha=0.3)
         axes.legend(fontsize="x-small")
     for axes in places[len(panels) :]:

@@ -363,6 +363,24 @@ def test_sizes_of_one_graph_stand_side_by_side():
     assert list(plots.panels_of(rows, "pyg")["fwd", "GT"]) == ["1x16", "1x32"]
 
 
+BASELINES = {"fig9": "unfused", "fig10b": "unfused", "fig11": "feature_parallel", "fig12": "smmf", "fig13": "unfused"}
+
+
+@pytest.mark.parametrize("name", BASELINES)
+def test_figures_are_read_without_the_code(name):
+    """Titles and legends lie inside of the figure, and no name of the rows is in them."""
+    rows = [*run.Table.read(CONFIGS.parents[1] / "results" / "bench" / "nvidia-h200" / f"{name}.csv")]
+    figure = plots.figure_of(rows, BASELINES[name], name)
+    figure.draw_without_rendering()
+    (legend,) = figure.legends
+    texts = [figure._suptitle, *legend.get_texts(), *(axes.title for axes in figure.axes)]
+    texts += [label for axes in figure.axes for label in (*axes.get_xticklabels(), axes.yaxis.label)]
+    for text in texts:
+        box = text.get_window_extent()
+        assert figure.bbox.x0 <= box.x0 and box.x1 <= figure.bbox.x1, text.get_text()
+        assert not re.search(r"fig\d|_like|fwd|bwd|\bours\b|@|\dx\d", text.get_text()), text.get_text()
+
+
 def test_nothing_timed_draws_nothing(tmp_path):
     assert plots.draw([timed_row(status="failed: luck", state="")], "pyg", tmp_path / "fig9.png") is None
 

@@ -91,6 +91,14 @@ def test_rows_without_curves_have_no_line(folder, results):
     assert (results / "curves.csv").read_text() == "run,epoch,val_accuracy\n"
 
 
+def test_a_curve_alone_is_not_drawn(results, folder):
+    rows, curves = accuracy.add(results, [], {})
+    groups = sweep.by_seed(rows)
+    assert accuracy.compared(groups, curves) == groups and len(groups) == 2
+    of_one = {run: curves[run] for run in (row["run"] for row in next(iter(groups.values())))}
+    assert accuracy.compared(groups, of_one) == {}
+
+
 @pytest.mark.parametrize("name", ["runs.csv", "curves.csv"])
 def test_earlier_results_of_another_form(results, name):
     (results / name).write_text("run,b\n")
