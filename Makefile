@@ -16,9 +16,10 @@ GPU = $(shell nvidia-smi -L >/dev/null 2>&1 && echo yes)
 ifeq ($(PYTHON),.venv/bin/python)
 RUN_ENV = .venv/run.stamp
 TEST_ENV = .venv/test.stamp
+DOCS_ENV = .venv/docs.stamp
 endif
 
-.PHONY: help train test test-full test-gpu test-sparse lint types check bench clean
+.PHONY: help train test test-full test-gpu test-sparse lint types check docs bench clean
 
 help:  ## list the targets
 	@sed -n 's/^\([a-z-]*\):[^#]*## /\1: /p' $(MAKEFILE_LIST) | awk -F': ' '{ printf "%-12s %s\n", $$1, $$2 }'
@@ -48,11 +49,14 @@ lint: $(TEST_ENV)  ## check style with ruff
 types: $(TEST_ENV)  ## check types with mypy
 	$(PYTHON) -m mypy
 
+docs: $(DOCS_ENV)  ## build the documentation site
+	$(PYTHON) -m mkdocs build --strict $(ARGS)
+
 bench: $(RUN_ENV)  ## run a benchmark with ARGS
 	$(PYTHON) -m benchmarks $(ARGS)
 
 clean:  ## delete what make and the tools have made, but no outputs of runs
-	rm -rf .venv build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache
+	rm -rf .venv build dist site *.egg-info .mypy_cache .pytest_cache .ruff_cache
 
 .venv/run.stamp: pyproject.toml
 	@echo "setting up .venv (first call only)"
@@ -63,6 +67,10 @@ clean:  ## delete what make and the tools have made, but no outputs of runs
 
 .venv/test.stamp: .venv/run.stamp
 	@$(PIP) install --editable ".[test,dev$(if $(GPU),,$(comma)ci)]"
+	@touch $@
+
+.venv/docs.stamp: .venv/run.stamp
+	@$(PIP) install --editable ".[docs]"
 	@touch $@
 
 comma := ,

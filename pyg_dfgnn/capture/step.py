@@ -151,7 +151,9 @@ class CapturedStep(Step):
     reads what they hold at each replay. Therefore the same data come again, or batches are copied to a bucket.
 
     Args:
-        model, loss, optimizer: As in :func:`capture_step`.
+        model: Model on a CUDA device.
+        loss: Function of the model's output and the data, as in :func:`capture_step`.
+        optimizer: Optimizer that can be captured.
         data: The data of each step, or the :class:`Capacity` of batches that are copied to :class:`Buckets`;
             evaluation then launches kernels one by one.
         mark: As in :class:`Step`, called during the capture but not in a replay.

@@ -21,7 +21,7 @@ anchors                   sizes
 class EdgeSet(NamedTuple):
     """Edges that name a graph without building it: the flat arguments of :meth:`pyg_dfgnn.graph.Graph.resolve`.
 
-    Args:
+    Attributes:
         edge_index: int64 or int32 [2, E].
         num_src: Number of sources.
         num_dst: Number of targets.

@@ -213,12 +213,10 @@ def test_settings_are_all_there():
 
 
 @pytest.mark.parametrize("name", [*DOCUMENTS, *OTHERS])
-def test_links_lead_somewhere(name):
-    path = ROOT / name
-    text = path.read_text()
-    for target in re.findall(r"\]\(([^)#]+)", text):
-        assert target.startswith("https://") or (path.parent / target).exists(), target
-    for file in re.findall(r"`((?:pyg_dfgnn|kernels|tests|benchmarks|configs|examples|docs)/[\w./]+)`", text):
+def test_files_that_are_named_exist(name):
+    """Links are followed in test_site."""
+    pattern = r"`((?:pyg_dfgnn|kernels|tests|benchmarks|configs|examples|docs)/[\w./]+)`"
+    for file in re.findall(pattern, (ROOT / name).read_text()):
         assert (ROOT / file).exists(), file
 
 
