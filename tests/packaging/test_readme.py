@@ -97,6 +97,15 @@ def test_first_speedup_shows_the_line_of_accelerate(caplog, capsys):
     assert line in caplog.messages
 
 
+def test_reasons_of_the_troubleshooting_page_are_those_of_the_package():
+    table = DOCUMENTS["docs/troubleshooting.md"].partition("| the reason says |")[2].partition("\n\n")[0]
+    reasons = [
+        text for cell in re.findall(r"^\| (`[^|]*) \|", table, re.MULTILINE) for text in re.findall("`([^`]*)`", cell)
+    ]
+    sources = "".join(path.read_text() for path in SOURCES if path.suffix == ".py")
+    assert len(reasons) > 10 and [reason for reason in reasons if reason not in sources] == []
+
+
 def test_captured_steps(capsys):
     for example in examples("docs/capture.md"):
         scope = {}
