@@ -2,8 +2,8 @@
 
 import pytest
 
-from benchmarks.results import Table
 from benchmarks import published
+from benchmarks.results import Table
 
 FIELDS = ("loop", "size", "model", "implementation", "status", "ms", "ratio", "peak_mb", "baseline")
 

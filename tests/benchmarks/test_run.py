@@ -27,7 +27,7 @@ from tests.kernels.emulated import emulated_device
 CPU = torch.device("cpu")
 FILES = sorted(path.stem for path in (CONFIGS / "experiment").glob("*.yaml"))
 EXPERIMENTS = [name for name in FILES if name != "loops"]
-BASELINES = "implementations=[fused,unfused,pyg]"
+NO_COMPILE = "implementations=[fused,unfused,pyg]"
 FIGURES = ["fig9", "fig10a", "fig10b", "fig11", "fig12", "fig13", "fig14"]
 
 
@@ -69,7 +69,7 @@ def test_the_results_page_lists_every_experiment():
 
 def test_fused_runs_under_each_schedule_and_baselines_once():
     experiment = Experiment.of(
-        composed("experiment=fig9", "schedules=[auto,row_split]", "dtypes=[float32,bfloat16]", BASELINES)
+        composed("experiment=fig9", "schedules=[auto,row_split]", "dtypes=[float32,bfloat16]", NO_COMPILE)
     )
     jobs = [(job.implementation, job.schedule, job.dtype) for job in experiment.jobs("pattern_like")]
     assert jobs[:4] == [
@@ -107,7 +107,7 @@ def test_a_tiny_version_of_each_experiment_runs_on_a_cpu(name, tmp_path, capsys)
     experiment = Experiment.of(composed(f"experiment={name}"))
     few = [f"graphs=[{','.join(experiment.graphs[:2])}]", f"ops=[{experiment.ops[0]}]", "sizes=[1x8,2x4]"]
     # Compilation takes seconds.
-    few += [BASELINES] if "compile" in experiment.implementations else []
+    few += [NO_COMPILE] if "compile" in experiment.implementations else []
     code = run.run(composed(f"experiment={name}", *QUICK, f"folder={tmp_path}", *few))
     rows = read(tmp_path)
     assert code == 0, [row["status"] for row in rows]
