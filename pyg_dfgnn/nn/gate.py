@@ -531,7 +531,7 @@ class FusedConv(Scripted, MessagePassing):
         """
         report_fallback(type(self).__name__, call.reasons)
         edge_index = call.edge_index
-        if call.form == "tensor" and edge_index.numel() < _FEW_IDS and may_be_few(edge_index):
+        if call.form == "tensor" and may_be_few(edge_index) and edge_index.numel() < _FEW_IDS:
             return run_left(super().forward, x, *before, edge_index, *args, **kwargs)
         if call.form == "Graph":
             if "size" in kwargs and not isinstance(x, Tensor):

@@ -196,5 +196,9 @@ def is_compiled_few(edges: Any, width: int) -> bool:
 
 
 def may_be_few(edges: Tensor) -> bool:
-    """Return whether a tensor is on a GPU, and the settings let PyG's code take few edges."""
-    return edges.is_cuda and current().leaves_few and edges.layout is torch.strided
+    """Return whether a tensor is on a GPU, and the settings let PyG's code take few edges.
+
+    An exported program is for any number of edges.
+    """
+    is_few = edges.is_cuda and current().leaves_few and edges.layout is torch.strided
+    return is_few and not torch.compiler.is_exporting()

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch.export import Dim
 
 import pyg_dfgnn.nn as ours
 from pyg_dfgnn.settings import local_settings
@@ -95,6 +96,22 @@ def errors(tmp_path_factory):
 @pytest.mark.parametrize("name", LAYERS)
 def test_an_exported_layer_in_a_fresh_process(name, errors):
     assert errors[name] < 1e-5
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.cuda)])
+@pytest.mark.parametrize("name", ["GCNConv", "SAGEConv", "GINEConv", "TransformerConv edges", "RGATConv"])
+def test_a_program_for_any_number_of_nodes_and_edges(name, device):
+    """The size of the graph that is exported with decides nothing: few edges are not left to PyG for good."""
+    make, (x, edges, *attributes) = LAYERS[name]
+    layer = make().eval().to(device)
+    shapes = ({0: Dim("N", min=2)}, {1: Dim("E", min=2)}, *({0: Dim("E", min=2)} for _ in attributes))
+    many = (x.repeat(50, 1), torch.cat([edges + i % 50 * NUM_NODES for i in range(3000)], dim=1))
+    many += tuple(attribute.repeat(3000, *[1] * (attribute.dim() - 1)) for attribute in attributes)
+    few, many = ([tensor.to(device) for tensor in inputs] for inputs in ((x, edges, *attributes), many))
+    with torch.no_grad():
+        program = torch.export.export(layer, tuple(few), dynamic_shapes=shapes).module()
+        for inputs in (few, many):
+            torch.testing.assert_close(program(*inputs), layer(*inputs))
 
 
 @pytest.mark.parametrize("name", [name for name in LAYERS if name not in ("RGCNConv", "HEATConv", "HeteroLinear")])
