@@ -28,8 +28,8 @@ Folders = Sequence[str | Path]
 Packed = dict[str, tuple[Tensor, Tensor]]
 """By attribute: the values of all graphs in one tensor, and how many values each graph has."""
 
-SEARCH: Folders = ("data",)
-CACHE = "~/.cache/pyg_dfgnn"
+SEARCH: Folders = (os.environ.get("PYG_DFGNN_DATA", "data"), "data", "../shared/data")
+CACHE = os.environ.get("PYG_DFGNN_CACHE", "~/.cache/pyg_dfgnn")
 
 
 @dataclass(frozen=True)

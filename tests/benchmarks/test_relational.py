@@ -27,11 +27,11 @@ from benchmarks.cases.relational.implementations import (
 from benchmarks.experiment import Experiment
 from benchmarks.graphs import RECIPES, benchmark_graph, compare_with_recipe, compressed, recipe_of
 from benchmarks.prepare import in_force
+from pyg_dfgnn.datasets.files import SEARCH
 from pyg_dfgnn.ir import E, Program, Rows, U, V
 from pyg_dfgnn.ir.layers import rgat
 from pyg_dfgnn.reference.tolerances import tolerance
 from tests.benchmarks.quick import QUICK, composed, graph_of, layers_in, results
-from tests.datasets.real import SEARCH
 from tests.kernels.emulated import emulated_device
 
 KINDS = [Ours(), PyG(), FastPyG(), Hector(), HectorCompact(), HectorReordered()]

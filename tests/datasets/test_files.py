@@ -2,6 +2,7 @@
 
 import errno
 import pickle
+import runpy
 import shutil
 
 import pytest
@@ -96,6 +97,13 @@ def test_raw_files_are_taken_from_the_first_whole_folder(tmp_path):
     raw = tmp_path / "cache"
     assert raw_files.load(raw, False, lambda: (raw / "two").read_text()) == "b/raw two"
     assert sorted(path.name for path in raw.iterdir()) == ["one", "two"]
+
+
+def test_environment_names_folders_for_calls_from_python(monkeypatch):
+    for name, folder in (("DATA", "mine"), ("CACHE", "kept")):
+        monkeypatch.setenv(f"PYG_DFGNN_{name}", folder)
+    module = runpy.run_path(files.__file__)
+    assert module["SEARCH"] == ("mine", "data", "../shared/data") and module["CACHE"] == "kept"
 
 
 def test_missing_raw_files_are_named(tmp_path):

@@ -9,8 +9,8 @@ import torch
 from torch_geometric.data import Data
 
 from pyg_dfgnn.datasets import molecules, qm9, solubility
+from pyg_dfgnn.datasets.files import SEARCH
 from pyg_dfgnn.datasets.task import value_task
-from tests.datasets.real import SEARCH
 
 # Two molecules: C-N=O, and C=C with a charge.
 BONDS = {

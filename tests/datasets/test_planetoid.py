@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from pyg_dfgnn.datasets import planetoid, pubmed_made_features
-from tests.datasets.real import SEARCH
+from pyg_dfgnn.datasets.files import SEARCH
 
 scipy_sparse = pytest.importorskip("scipy.sparse")
 

@@ -6,9 +6,9 @@ from hydra.utils import instantiate
 from torch_geometric.data import Data
 
 from pyg_dfgnn.datasets import Task
+from pyg_dfgnn.datasets.files import SEARCH
 from pyg_dfgnn.paths import configs_dir
 from tests.configs.train import train_config
-from tests.datasets.real import SEARCH
 from tests.datasets.sizes import DATA, TABLE_1, Entry, Size, deviations, load, size_of
 
 CONFIGS = sorted(path.stem for path in (configs_dir() / "data").glob("*.yaml"))

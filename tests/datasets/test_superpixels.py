@@ -13,8 +13,8 @@ import torch
 from torch_geometric.utils import is_undirected
 
 from pyg_dfgnn.datasets import image_superpixels, photograph_superpixels, superpixels
+from pyg_dfgnn.datasets.files import SEARCH
 from pyg_dfgnn.datasets.superpixels import image_graph, neighbour_graph, photograph_graph, segments
-from tests.datasets.real import SEARCH
 from tests.datasets.sizes import DATA
 
 segmentation = pytest.importorskip("skimage.segmentation")

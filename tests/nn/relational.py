@@ -4,8 +4,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from pyg_dfgnn.datasets.files import SEARCH
 from pyg_dfgnn.reference.tolerances import tolerance
-from tests.datasets.real import SEARCH
 
 
 def named(value, name="out"):

@@ -7,10 +7,10 @@ from omegaconf import OmegaConf
 from torch_geometric.typing import WITH_PYG_LIB, WITH_TORCH_SPARSE
 
 import pyg_dfgnn.nn
+from pyg_dfgnn.datasets.files import SEARCH
 from pyg_dfgnn.paths import configs_dir
 from pyg_dfgnn.training.run import train
 from tests.configs.train import train_config
-from tests.datasets.real import SEARCH
 
 EXPERIMENTS = sorted(path.stem for path in (configs_dir() / "experiment").glob("*.yaml"))
 SMALL_GRAPHS = {"num_train": 4, "num_val": 2, "num_test": 2, "max_size": 7}
@@ -34,7 +34,7 @@ def tiny(experiment, folder):
     task = cfg.data.task
     task.update(TASKS.get(task._target_.split(".")[-1], {}))
     OmegaConf.update(cfg, "paths.cache", str(folder / "cache"))
-    OmegaConf.update(cfg, "paths.data", SEARCH)
+    OmegaConf.update(cfg, "paths.data", list(SEARCH))
     if "download" in task:
         task.download = False
     cfg.model.update({name: value for name, value in MODEL.items() if name in cfg.model})

@@ -13,6 +13,7 @@ import torch_geometric.typing
 from hydra.core.hydra_config import HydraConfig
 from matplotlib.figure import Figure
 
+from pyg_dfgnn.datasets.files import SEARCH
 from pyg_dfgnn.errors import UnsupportedError
 from pyg_dfgnn.training import checkpoint, report
 from pyg_dfgnn.training import step as step_module
@@ -20,7 +21,6 @@ from pyg_dfgnn.training import trainer as trainer_module
 from pyg_dfgnn.training.run import resume_command, train
 from tests.capture.test_step import HostRecorder
 from tests.configs.train import hydra_config, train_config
-from tests.datasets.real import SEARCH
 from tests.training.conftest import TINY
 
 MODELS = ["gat", "gatv2", "agnn", "gt_small", "transformer_stack", "gcn", "sage", "sage_max", "gin", "resgated", "pna"]
@@ -382,7 +382,7 @@ def test_whole_graph(tmp_path):
 
 def test_cora_needs_no_more_than_its_name(tmp_path):
     overrides = ["data=cora", "device=cpu", "trainer.epochs=40", "trainer.progress=false", f"paths.run={tmp_path}"]
-    overrides += [f"paths.data={SEARCH}", f"paths.cache={tmp_path / 'cache'}", "data.task.download=false"]
+    overrides += [f"paths.data={list(SEARCH)}", f"paths.cache={tmp_path / 'cache'}", "data.task.download=false"]
     cfg = train_config(*overrides)
     try:
         assert train(cfg) > 0.7
