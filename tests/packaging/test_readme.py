@@ -1,6 +1,5 @@
 """What the documents show runs, names what exists, and states the numbers in ``results/``."""
 
-import importlib.util
 import json
 import os
 import re
