@@ -50,6 +50,10 @@ class Settings:
         profile: Whether layers and programs are ranges in torch's profiler, and in NVTX where there is a GPU, and calls
             of layers are counted for :func:`pyg_dfgnn.stats`. Holds for the whole process while it is on there or in a
             block of any thread; calls do nothing for it while it is off.
+
+    Attributes:
+        leaves_new: Whether new edges stay unmeasured.
+        leaves_few: Whether PyG's code takes few edges, whose results may differ between runs.
     """
 
     schedule: str = "auto"
@@ -61,6 +65,9 @@ class Settings:
     edge_chunks: bool = False
     # Kernels are chosen alike with and without.
     profile: bool = field(default=False, compare=False)
+    # Attributes, since each layer asks for them in each call.
+    leaves_new: bool = field(init=False, compare=False, repr=False)
+    leaves_few: bool = field(init=False, compare=False, repr=False)
 
     def __post_init__(self) -> None:
         check_choice("schedule", self.schedule, SCHEDULES)
@@ -71,16 +78,9 @@ class Settings:
         check_choice("linear", self.linear, ("torch", "kernels"))
         check_choice("edge_chunks", self.edge_chunks, (True, False))
         check_choice("profile", self.profile, (True, False))
-
-    @property
-    def leaves_new(self) -> bool:
-        """Whether new edges stay unmeasured."""
-        return self.schedule == "auto" and self.check_ids == "later"
-
-    @property
-    def leaves_few(self) -> bool:
-        """Whether PyG's code takes few edges, whose results may differ between runs."""
-        return self.leaves_new and not self.deterministic
+        new = self.schedule == "auto" and self.check_ids == "later"
+        object.__setattr__(self, "leaves_new", new)
+        object.__setattr__(self, "leaves_few", new and not self.deterministic)
 
 
 _lock = threading.Lock()
@@ -132,7 +132,7 @@ def settings(**changes: Any) -> None:
 
 def _check_names(changes: Mapping[str, Any]) -> None:
     for name in changes:
-        check_choice("settings", name, [each.name for each in fields(Settings)])
+        check_choice("settings", name, [each.name for each in fields(Settings) if each.init])
 
 
 class local_settings:

@@ -25,7 +25,7 @@ from pyg_dfgnn.graph import EdgeSet, Graph
 from pyg_dfgnn.nn import edges
 from pyg_dfgnn.nn.drop_ins import Description, set_propagate, shown, upstream_of
 from pyg_dfgnn.nn.scripted import Scripted
-from pyg_dfgnn.ops.eager import PLAIN
+from pyg_dfgnn.ops.eager import PLAIN, is_eager
 from pyg_dfgnn.ops.graph import may_run_again, unmeasured_graph
 from pyg_dfgnn.ops.visits import is_compiled_few, may_be_few, run_left
 from pyg_dfgnn.settings import current, local_settings
@@ -255,6 +255,16 @@ def module_reasons(conv: "FusedConv", compiling: bool) -> list[str]:
     if own["node_dim"] != conv._node_dim:
         reasons.append(f"node_dim is {own['node_dim']}")
     return reasons + (export_reasons() if compiling else transform_reasons())
+
+
+def only_reduces(conv: MessagePassing) -> bool:
+    """Return whether PyG's propagation of a conv is its message and its aggregation, and nothing hooks into it."""
+    if not is_eager() or torch._C._is_tracing() or _has_any_global_hook():
+        return False
+    own = conv.__dict__
+    if own["_explain"] or own["_decomposed_layers"] != 1 or any(hooks_of(own)) or not own.keys().isdisjoint(METHODS):
+        return False
+    return not overridden(type(conv)) and not any(_module_hooks(own["_modules"]["aggr_module"].__dict__))
 
 
 def transform_reasons() -> list[str]:

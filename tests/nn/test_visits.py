@@ -77,11 +77,56 @@ def test_a_layer_within_a_layer_that_is_left_ends_nothing():
             return out
 
     outer = pyg_dfgnn.nn.GINConv(Network())
+    # With a hook, PyG's forward runs, the network in it.
+    outer.register_propagate_forward_hook(lambda *_: None)
     outer(torch.randn(30, FEATURES), edge_index)
     assert outer.nn.seen and outer.nn.after and not visits.step.is_left
     with pytest.raises(RuntimeError):
         outer(torch.randn(30, FEATURES + 1), edge_index)
     assert not visits.step.is_left
+
+
+LEFT = {
+    "gin": (lambda cls: cls(nn.Linear(FEATURES, 4), train_eps=True), "GINConv", None),
+    "gine": (lambda cls: cls(nn.Linear(FEATURES, 4), edge_dim=3), "GINEConv", "edge_attr"),
+    "sage": (lambda cls: cls(FEATURES, 4), "SAGEConv", None),
+    "sage_max": (lambda cls: cls(FEATURES, 4, aggr="max", normalize=True), "SAGEConv", None),
+    "sage_project": (lambda cls: cls(FEATURES, 4, aggr="sum", project=True), "SAGEConv", None),
+    "graph": (lambda cls: cls(FEATURES, 4), "GraphConv", None),
+    "graph_mean": (lambda cls: cls(FEATURES, 4, aggr="mean"), "GraphConv", "edge_weight"),
+}
+
+
+@pytest.mark.parametrize("hooked", [False, True], ids=["plain", "hooked"])
+@pytest.mark.parametrize("ends", ["one", "bipartite", "no_target", "size"])
+@pytest.mark.parametrize("name", LEFT)
+def test_layers_on_few_new_edges_have_pygs_numbers_and_gradients(name, ends, hooked):
+    make, kind, of_edges = LEFT[name]
+    torch.manual_seed(0)
+    upstream = make(getattr(pyg, kind)).double()
+    layer = make(getattr(pyg_dfgnn.nn, kind)).double()
+    layer.load_state_dict(upstream.state_dict())
+    called = []
+    if hooked:
+        for each in (upstream, layer):
+            each.register_message_forward_hook(lambda module, args, out: called.append(module) or 2 * out)
+    num_src, num_dst = (30, 30) if ends == "one" else (30, 20)
+    edge_index = random_edges(num_src, num_dst, 90)
+    feats = {"edge_attr": torch.randn(90, 3).double(), "edge_weight": torch.rand(90).double(), None: None}[of_edges]
+    given = {} if of_edges is None else {of_edges: feats.requires_grad_()}
+    if ends in ("no_target", "size"):
+        given["size"] = (num_src, num_dst)
+    results = []
+    for each in (upstream, layer):
+        x_src = torch.randn(num_src, FEATURES, generator=torch.Generator().manual_seed(1)).double().requires_grad_()
+        x_dst = None if ends == "no_target" else torch.ones(num_dst, FEATURES).double().requires_grad_()
+        out = each(x_src if ends == "one" else (x_src, x_dst), edge_index.clone(), **given)
+        inputs = [x for x in (x_src, None if ends == "one" else x_dst, *given.values()) if isinstance(x, torch.Tensor)]
+        wanted = [*inputs, *each.parameters()]
+        results.append((out, *torch.autograd.grad(out.sin().sum(), wanted, allow_unused=True)))
+    for own, pygs in zip(*results, strict=True):
+        torch.testing.assert_close(own, pygs, rtol=1e-12, atol=1e-12)
+    assert called == ([upstream, layer] if hooked else [])
 
 
 @pytest.mark.parametrize(

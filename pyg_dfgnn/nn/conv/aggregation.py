@@ -6,7 +6,8 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch_geometric.typing import SparseTensor
+from torch_geometric.typing import OptTensor, SparseTensor
+from torch_geometric.utils import scatter
 
 from pyg_dfgnn.dispatch.core import explain
 from pyg_dfgnn.dispatch.segment import FAMILY, SegmentProblem, max_channels, unsupported_reasons
@@ -16,11 +17,14 @@ from pyg_dfgnn.graph import EdgeSet, Graph
 from pyg_dfgnn.graph.ends import Part, PartitionedEdges
 from pyg_dfgnn.nn import edges
 from pyg_dfgnn.nn.drop_ins import Description
-from pyg_dfgnn.nn.gate import FusedConv, is_multiple, settle, statistics_of
+from pyg_dfgnn.nn.gate import FusedConv, is_multiple, only_reduces, settle, statistics_of
 from pyg_dfgnn.ops import visits
+from pyg_dfgnn.ops.eager import PLAIN
 from pyg_dfgnn.ops.segment import aggregate, inverse_degree
 from pyg_dfgnn.statements.segment import AVERAGES, STATS
 
+_BY_TORCH = ("sum",), ("mean",), ("max",)
+"""Statistics of an aggregation that few operators of torch compute."""
 _FEW_EDGES = visits.MEASURED_NUMBERS // 1024
 Question = tuple[str, tuple[str, ...], int, bool, int]
 """The message, statistics, channels, whether nodes have scales, and numbers per edge that a linear layer maps."""
@@ -222,6 +226,36 @@ class AggregationConv(FusedConv):
         if statistics_of(self._modules["aggr_module"]) != ("sum",):
             return False
         return visits.may_be_left(edge_index) and visits.is_few(edge_index.size(-1) * _width(x))
+
+    def _of_few(self, x: Any, edge_index: Any, size: Any = None, **edges: OptTensor) -> Tensor | None:
+        """Return what PyG's propagation makes of few edges by the operators that it runs, without its steps.
+
+        Args:
+            x: Features of the nodes, or a pair whose first sends.
+            edge_index: Edges that :meth:`_is_left` has left to PyG.
+            size: Declared numbers of nodes.
+            edges: What PyG's message reads of the edges.
+
+        Returns:
+            Shape [N_dst, F]; None where PyG's propagation does more than to reduce messages.
+        """
+        source, target = (x, x) if isinstance(x, Tensor) else x
+        statistics = statistics_of(self._modules["aggr_module"])
+        if statistics not in _BY_TORCH or size is not None or edge_index.dtype is not torch.int64:
+            return None
+        if type(source) not in PLAIN or type(target) not in PLAIN or source.dim() != 2 or edge_index.dim() != 2:
+            return None
+        if self.flow != "source_to_target" or self.node_dim != self._node_dim or not only_reduces(self):
+            return None
+        senders, receivers = edge_index.unbind(0)
+        rows = self.message(source.index_select(0, senders), **edges)
+        if statistics == ("max",):
+            return scatter(rows, receivers, 0, target.size(0), "max")
+        out = rows.new_zeros(target.size(0), rows.size(1)).index_add_(0, receivers, rows)
+        if statistics == ("sum",):
+            return out
+        count = rows.new_zeros(target.size(0)).index_add_(0, receivers, rows.new_ones(rows.size(0)))
+        return out / count.clamp_(min=1).unsqueeze(1)
 
     def _describe(self, device: torch.device | None, *args: Any, **kwargs: Any) -> Description:
         found = super()._describe(device, *args, **kwargs)

@@ -32,15 +32,17 @@ class GINConv(AggregationConv, conv.GINConv):
 
     def forward(self, x: Tensor | OptPairTensor, edge_index: Adj | Graph, size: Size = None) -> Tensor:
         """PyG's forward, also on a `Graph`; see `torch_geometric.nn.GINConv.forward`."""
-        if self._is_left(x, edge_index):
-            left: Tensor = run_left(super().forward, x, edge_index, size=size)
-            return left
-        call = self._call(x, edge_index, size)
-        if call.reasons:
-            out: Tensor = self._fall_back(call, x, size=size)
-            return out
+        out: Any
         x_src, x_dst = (x, x) if isinstance(x, Tensor) else x
-        out = self._aggregate(self._sent(call), x_src)
+        if self._is_left(x, edge_index):
+            out = self._of_few(x, edge_index, size)
+            if out is None:
+                return run_left(super().forward, x, edge_index, size=size)  # type: ignore[no-any-return]
+        else:
+            call = self._call(x, edge_index, size)
+            if call.reasons:
+                return self._fall_back(call, x, size=size)  # type: ignore[no-any-return]
+            out = self._aggregate(self._sent(call), x_src)
         out = out if x_dst is None else torch.addcmul(out, x_dst, 1 + self.eps)
         return self.nn(out)
 
@@ -97,19 +99,21 @@ class GINEConv(AggregationConv, conv.GINEConv):
         size: Size = None,
     ) -> Tensor:
         """PyG's forward, also on a `Graph`; see `torch_geometric.nn.GINEConv.forward`."""
-        if self._is_left(x, edge_index):
-            left: Tensor = run_left(super().forward, x, edge_index, edge_attr, size=size)
-            return left
-        call = self._call(x, edge_index, edge_attr, size)
-        if call.reasons:
-            out: Tensor = self._fall_back(call, x, edge_attr, size=size)
-            return out
-        operands: dict[str, Any] = {"edge": call.edge_attr}
-        if (message := call.problem[0]) == "relu_linear":
-            operands |= {"lin_weight": self.lin.weight.t(), "lin_bias": self.lin.bias}
-        elif self.lin is not None:
-            operands["edge"] = self.lin(call.edge_attr)
+        out: Any
         x_src, x_dst = (x, x) if isinstance(x, Tensor) else x
-        out = self._aggregate(self._sent(call._replace(edge_attr=None)), x_src, message, **operands)
+        if self._is_left(x, edge_index):
+            out = self._of_few(x, edge_index, size, edge_attr=edge_attr)
+            if out is None:
+                return run_left(super().forward, x, edge_index, edge_attr, size=size)  # type: ignore[no-any-return]
+        else:
+            call = self._call(x, edge_index, edge_attr, size)
+            if call.reasons:
+                return self._fall_back(call, x, edge_attr, size=size)  # type: ignore[no-any-return]
+            operands: dict[str, Any] = {"edge": call.edge_attr}
+            if (message := call.problem[0]) == "relu_linear":
+                operands |= {"lin_weight": self.lin.weight.t(), "lin_bias": self.lin.bias}
+            elif self.lin is not None:
+                operands["edge"] = self.lin(call.edge_attr)
+            out = self._aggregate(self._sent(call._replace(edge_attr=None)), x_src, message, **operands)
         out = out if x_dst is None else torch.addcmul(out, x_dst, 1 + self.eps)
         return self.nn(out)

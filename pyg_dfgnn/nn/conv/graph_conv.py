@@ -1,5 +1,7 @@
 """Drop-in for PyG's GraphConv on the fused aggregation."""
 
+from typing import Any
+
 from torch import Tensor
 from torch_geometric.nn import conv
 from torch_geometric.typing import Adj, OptPairTensor, OptTensor, Size
@@ -39,13 +41,16 @@ class GraphConv(AggregationConv, conv.GraphConv):
         size: Size = None,
     ) -> Tensor:
         """PyG's forward, also on a `Graph`; see `torch_geometric.nn.GraphConv.forward`."""
-        if self._is_left(x, edge_index, edge_weight):
-            left: Tensor = run_left(super().forward, x, edge_index, edge_weight, size=size)
-            return left
-        call = self._call(x, edge_index, edge_weight, size)
-        if call.reasons:
-            out: Tensor = self._fall_back(call, x, edge_weight, size=size)
-            return out
+        out: Any
         x_src, x_dst = (x, x) if isinstance(x, Tensor) else x
-        out = self.lin_rel(self._aggregate(self._sent(call), x_src))
+        if self._is_left(x, edge_index, edge_weight):
+            out = self._of_few(x, edge_index, size, edge_weight=edge_weight)
+            if out is None:
+                return run_left(super().forward, x, edge_index, edge_weight, size=size)  # type: ignore[no-any-return]
+        else:
+            call = self._call(x, edge_index, edge_weight, size)
+            if call.reasons:
+                return self._fall_back(call, x, edge_weight, size=size)  # type: ignore[no-any-return]
+            out = self._aggregate(self._sent(call), x_src)
+        out = self.lin_rel(out)
         return out if x_dst is None else out + self.lin_root(x_dst)

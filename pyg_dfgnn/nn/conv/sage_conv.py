@@ -1,5 +1,7 @@
 """Drop-in for PyG's SAGEConv on the fused aggregation."""
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -29,17 +31,20 @@ class SAGEConv(AggregationConv, conv.SAGEConv):
 
     def forward(self, x: Tensor | OptPairTensor, edge_index: Adj | Graph, size: Size = None) -> Tensor:
         """PyG's forward, also on a `Graph`; see `torch_geometric.nn.SAGEConv.forward`."""
-        if self._is_left(x, edge_index):
-            left: Tensor = run_left(super().forward, x, edge_index, size=size)
-            return left
-        call = self._call(x, edge_index, size)
-        if call.reasons:
-            out: Tensor = self._fall_back(call, x, size=size)
-            return out
+        out: Any
         x_src, x_dst = (x, x) if isinstance(x, Tensor) else x
-        if self.project:
-            x_src = self.lin(x_src).relu()
-        out = self.lin_l(self._aggregate(self._sent(call), x_src))
+        if self._is_left(x, edge_index):
+            out = None if self.project else self._of_few(x, edge_index, size)
+            if out is None:
+                return run_left(super().forward, x, edge_index, size=size)  # type: ignore[no-any-return]
+        else:
+            call = self._call(x, edge_index, size)
+            if call.reasons:
+                return self._fall_back(call, x, size=size)  # type: ignore[no-any-return]
+            if self.project:
+                x_src = self.lin(x_src).relu()
+            out = self._aggregate(self._sent(call), x_src)
+        out = self.lin_l(out)
         if self.root_weight and x_dst is not None:
             out = out + self.lin_r(x_dst)
         return F.normalize(out, p=2.0, dim=-1) if self.normalize else out
