@@ -10,7 +10,7 @@ from torch_geometric.data import Batch
 from pyg_dfgnn.datasets import Task
 from pyg_dfgnn.datasets.generators import (
     Device,
-    Edges,
+    GeneratedEdges,
     generator_of,
     nearest,
     offsets,
@@ -22,7 +22,7 @@ from pyg_dfgnn.datasets.generators import (
 
 def random_graph_batch(
     num_graphs: int, min_nodes: int, max_nodes: int, probability: float, seed: int, device: Device
-) -> Edges:
+) -> GeneratedEdges:
     """Return a batch of graphs that have each unordered pair of nodes with one probability, without self-loops.
 
     Sizes are uniform integers in ``min_nodes..max_nodes``; edges have both directions.
@@ -35,10 +35,10 @@ def random_graph_batch(
     drawn &= inside[:, :, None] & inside[:, None, :]
     graph, u, v = drawn.triu_(1).nonzero(as_tuple=True)
     num_nodes = int(ptr[-1])
-    return Edges(symmetric(ptr[graph] + u, ptr[graph] + v, num_nodes), num_nodes, ptr)
+    return GeneratedEdges(symmetric(ptr[graph] + u, ptr[graph] + v, num_nodes), num_nodes, ptr)
 
 
-def chung_lu(num_nodes: int, mean_degree: float, max_degree: float, seed: int, device: Device) -> Edges:
+def chung_lu(num_nodes: int, mean_degree: float, max_degree: float, seed: int, device: Device) -> GeneratedEdges:
     r"""Return a power-law graph drawn from node weights.
 
     Weights are :math:`(i + i_0)^{-1/2}` with :math:`i_0 = N / (4 (\max / \mathrm{mean})^2)`, shuffled; ``N * mean / 2``
@@ -51,10 +51,10 @@ def chung_lu(num_nodes: int, mean_degree: float, max_degree: float, seed: int, d
     weight = (torch.arange(num_nodes, device=device, dtype=torch.float64) + offset) ** -0.5
     weight = weight[torch.randperm(num_nodes, generator=generator, device=device)]
     u, v = weighted_pairs(weight, int(num_nodes * mean_degree / 2), generator)
-    return Edges(symmetric(u, v, num_nodes), num_nodes)
+    return GeneratedEdges(symmetric(u, v, num_nodes), num_nodes)
 
 
-def communities(num_nodes: int, size: int, inside: int, outside: int, seed: int, device: Device) -> Edges:
+def communities(num_nodes: int, size: int, inside: int, outside: int, seed: int, device: Device) -> GeneratedEdges:
     """Return a graph of communities of ``size`` nodes with random ids.
 
     Each node draws ``inside`` neighbours in its community and ``outside`` anywhere; edges are made symmetric, without
@@ -66,20 +66,22 @@ def communities(num_nodes: int, size: int, inside: int, outside: int, seed: int,
     near = torch.randint(size, (inside, num_nodes), generator=generator, device=device) + node // size * size
     far = torch.randint(num_nodes, (outside, num_nodes), generator=generator, device=device)
     drawn = torch.cat([near, far])
-    return Edges(symmetric(label[node.repeat(len(drawn))], label[drawn.flatten()], num_nodes), num_nodes)
+    return GeneratedEdges(symmetric(label[node.repeat(len(drawn))], label[drawn.flatten()], num_nodes), num_nodes)
 
 
 def chung_lu_with_hub(
     num_nodes: int, mean_degree: float, max_degree: float, hub_degree: int, seed: int, device: Device
-) -> Edges:
+) -> GeneratedEdges:
     """Return :func:`chung_lu` with its middle node joined to ``hub_degree`` random nodes besides."""
     source, target = chung_lu(num_nodes, mean_degree, max_degree, seed, device).edge_index
     joined = torch.randperm(num_nodes, generator=generator_of(seed, device), device=device)[:hub_degree]
     hub = torch.full_like(joined, num_nodes // 2)
-    return Edges(symmetric(torch.cat([source, hub]), torch.cat([target, joined]), num_nodes), num_nodes)
+    return GeneratedEdges(symmetric(torch.cat([source, hub]), torch.cat([target, joined]), num_nodes), num_nodes)
 
 
-def nearest_neighbour_batch(num_graphs: int, num_points: int, num_neighbours: int, seed: int, device: Device) -> Edges:
+def nearest_neighbour_batch(
+    num_graphs: int, num_points: int, num_neighbours: int, seed: int, device: Device
+) -> GeneratedEdges:
     """Return a batch of uniform points in the unit square, where each point is a target of its nearest neighbours."""
     generator = generator_of(seed, device)
     point = torch.rand(num_graphs, num_points, 2, generator=generator, device=device)
@@ -87,13 +89,13 @@ def nearest_neighbour_batch(num_graphs: int, num_points: int, num_neighbours: in
     first = num_points * torch.arange(num_graphs + 1, device=device)
     source = (first[:-1, None, None] + near).reshape(-1)
     target = torch.arange(num_graphs * num_points, device=device).repeat_interleave(num_neighbours)
-    return Edges(torch.stack([source, target]), num_graphs * num_points, first)
+    return GeneratedEdges(torch.stack([source, target]), num_graphs * num_points, first)
 
 
-def task_batch(make: Callable[..., Task], num_graphs: int, device: Device, **arguments: int) -> Edges:
+def task_batch(make: Callable[..., Task], num_graphs: int, device: Device, **arguments: int) -> GeneratedEdges:
     """Return the first training graphs of a generated data set, collated by PyG."""
     task = make(num_train=num_graphs, num_val=1, num_test=1, **arguments)
     batch = Batch.from_data_list(task.splits["train"])
     source, target = batch.edge_index.to(device)
     num_nodes = int(batch.num_nodes)
-    return Edges(sorted_edges(source, target, num_nodes), num_nodes, batch.ptr.to(device))
+    return GeneratedEdges(sorted_edges(source, target, num_nodes), num_nodes, batch.ptr.to(device))

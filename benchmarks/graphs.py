@@ -36,7 +36,7 @@ from pyg_dfgnn.datasets import (
 )
 from pyg_dfgnn.datasets.generators import (
     Device,
-    Edges,
+    GeneratedEdges,
     TypedEdges,
     log_normal_chung_lu,
     region_adjacency_batch,
@@ -86,13 +86,13 @@ class Recipe:
     """
 
     stands_for: str
-    build: Callable[..., Edges | TypedEdges]
+    build: Callable[..., GeneratedEdges | TypedEdges]
     arguments: dict[str, Any]
     num_nodes: int
     num_edges: int
     max_degree: int | None
     small: dict[str, Any] = field(default_factory=dict)
-    small_build: Callable[..., Edges | TypedEdges] | None = None
+    small_build: Callable[..., GeneratedEdges | TypedEdges] | None = None
     tolerance: tuple[float, float, float] = (0.0, 5e-3, 0.2)
     order: str = ""
 
@@ -161,7 +161,9 @@ _TARGET_GRAPHS: dict[str, Recipe] = {
 }  # fmt: skip
 
 
-def _batch(stands_for: str, build: Callable[..., Edges], nodes: float, edges: float, **arguments: Any) -> Recipe:
+def _batch(
+    stands_for: str, build: Callable[..., GeneratedEdges], nodes: float, edges: float, **arguments: Any
+) -> Recipe:
     """A batch of graphs with the published mean number of nodes and directed edges."""
     return Recipe(
         stands_for, build, dict(num_graphs=BATCH, **arguments), round(BATCH * nodes), round(BATCH * edges), None,
@@ -174,11 +176,11 @@ def _published(recipe: Recipe, nodes: int, edges: int, max_degree: int) -> Recip
     return replace(recipe, num_nodes=nodes, num_edges=edges, max_degree=max_degree, tolerance=(0.0, 0.02, 0.05))
 
 
-def network(load: Callable[..., Task], device: Device, **arguments: Any) -> Edges:
+def network(load: Callable[..., Task], device: Device, **arguments: Any) -> GeneratedEdges:
     """The edges of a real data set, made symmetric, from raw files below $PYG_DFGNN_DATA, data or ../shared/data."""
     data = _task(load, **arguments).splits["train"][0]
     source, target = data.edge_index.to(device)
-    return Edges(symmetric(source, target, data.num_nodes), data.num_nodes)
+    return GeneratedEdges(symmetric(source, target, data.num_nodes), data.num_nodes)
 
 
 def relational_network(load: Callable[..., Task], device: Device, **arguments: Any) -> TypedEdges:

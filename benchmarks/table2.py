@@ -38,10 +38,10 @@ from benchmarks.table2_steps import (
     Backend,
     Disagreement,
     Measured,
-    Pace,
     Reference,
     Setup,
-    Source,
+    StepPace,
+    TaskBatches,
     measure,
 )
 from benchmarks.training_config import training_config
@@ -99,7 +99,7 @@ class Options:
     batch_size: int
     num_batches: int
     arguments: dict[str, Any]
-    pace: Pace
+    pace: StepPace
     device: torch.device
     limit_s: float | None
     total_limit_s: float
@@ -109,7 +109,7 @@ class Options:
     @staticmethod
     def of(config: Mapping[str, Any], model_name: str) -> Options:
         """From a resolved config."""
-        values = {**config, "model_name": model_name, "pace": Pace(**config["pace"])}
+        values = {**config, "model_name": model_name, "pace": StepPace(**config["pace"])}
         if values["device"] == "auto":
             values["device"] = "cuda" if torch.cuda.is_available() else "cpu"
         values["device"] = torch.device(values["device"])
@@ -162,13 +162,13 @@ def work(options: Options, cells: Sequence[Cell]) -> Iterator[Message]:
     The first cell that is measured becomes the reference that the others are compared with.
     """
     torch.set_float32_matmul_precision("highest")
-    source: Source | None = None
+    source: TaskBatches | None = None
     reference: Reference | None = None
     for cell in cells:
         yield None
         try:
             if source is None:
-                source = Source.of(_task(options, cell), options.batch_size, pinned=options.device.type == "cuda")
+                source = TaskBatches.of(_task(options, cell), options.batch_size, pinned=options.device.type == "cuda")
         except (FileNotFoundError, ImportError, ValueError) as error:
             yield {**cell_columns(options, cell), "status": f"not run: {error}"}
             continue
@@ -200,7 +200,7 @@ def cell_columns(options: Options, cell: Cell) -> Row:
     return {**names, **options.provenance()}
 
 
-def source_columns(source: Source) -> Row:
+def source_columns(source: TaskBatches) -> Row:
     """Return the columns that describe a data set: its task, and the average sizes of its batches."""
     batches, task = source.batches, source.task
     return {

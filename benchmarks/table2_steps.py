@@ -91,7 +91,7 @@ class Phases:
 
 
 @dataclass(frozen=True)
-class Source:
+class TaskBatches:
     """Batches of a data set for the steps.
 
     Attributes:
@@ -103,7 +103,7 @@ class Source:
     batches: list[Data]
 
     @staticmethod
-    def of(task: Task, batch_size: int, pinned: bool) -> Source:
+    def of(task: Task, batch_size: int, pinned: bool) -> TaskBatches:
         """The training graphs of a task in batches; the training nodes of a task that is one graph."""
         graphs, batches = task.splits["train"], []
         if task.full_graph:
@@ -115,7 +115,7 @@ class Source:
             graphs = [Data(**{key: graph[key] for key in READ if key in graph}) for graph in graphs]
             starts = range(0, len(graphs), batch_size)
             batches = [Batch.from_data_list(graphs[start : start + batch_size]) for start in starts]
-        return Source(task, [batch.pin_memory() for batch in batches] if pinned else batches)
+        return TaskBatches(task, [batch.pin_memory() for batch in batches] if pinned else batches)
 
 
 @dataclass(frozen=True)
@@ -160,7 +160,7 @@ class Backend:
 
 
 @dataclass(frozen=True)
-class Pace:
+class StepPace:
     """How many steps are taken; the fields are explained in `benchmarks/configs/table2.yaml`.
 
     Raises:
@@ -283,8 +283,8 @@ class Setup:
 
     model: Any
     optimizer: Any
-    source: Source
-    pace: Pace
+    source: TaskBatches
+    pace: StepPace
     device: torch.device
 
     def start(self, backend: Backend, state: Mapping[str, Tensor] | None) -> tuple[nn.Module, _Turns]:
@@ -410,7 +410,7 @@ def step_by_step(backend: Backend, setup: Setup, reference: Reference) -> dict[s
 
 
 def _step(
-    backend: Backend, model: nn.Module, optimizer: Optimizer, source: Source, phases: Phases
+    backend: Backend, model: nn.Module, optimizer: Optimizer, source: TaskBatches, phases: Phases
 ) -> Callable[[Data], Tensor]:
     task = source.task
     called: Any = model
@@ -449,7 +449,7 @@ class _Turns:
         self,
         step: Callable[[Data], Tensor],
         optimizer: Optimizer,
-        source: Source,
+        source: TaskBatches,
         prepare: Prepare,
         device: torch.device,
         phases: Phases,

@@ -29,12 +29,12 @@ _active = 0
 """Numbers of settings and of blocks that ask for profiling."""
 
 
-class _Thread(threading.local):
+class _ProgramCount(threading.local):
     programs = 0
     """Programs that this thread has run."""
 
 
-thread = _Thread()
+thread = _ProgramCount()
 
 
 @contextmanager

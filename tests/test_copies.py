@@ -15,7 +15,7 @@ import pyg_dfgnn
 import pyg_dfgnn.nn as ours
 from pyg_dfgnn.capture import Capacity, CapturedStep, capture_step
 from pyg_dfgnn.graph import DeviceDataset, EdgeSet, Graph
-from pyg_dfgnn.ir import D, R, Rows, S, relational, sum_to
+from pyg_dfgnn.ir import D, IndexSpace, R, S, relational, sum_to
 from pyg_dfgnn.ops import edge_attention
 from pyg_dfgnn.ops.function import runner_of
 from pyg_dfgnn.ops.relational import RowSet, apply, rows_of
@@ -82,7 +82,7 @@ HELD = {
     "program": lambda: added.program(x=(3,)),
     "relational function": lambda: added,
     "rows": lambda: rows_of(typed()),
-    "rows with types": lambda: Rows(typed(), source_type=TYPE, target_type=TYPE, num_types=2),
+    "rows with types": lambda: IndexSpace(typed(), source_type=TYPE, target_type=TYPE, num_types=2),
     "RowSet": lambda: RowSet("edges", (EDGES,), (NUM_NODES, NUM_NODES)),
     "report": lambda: pyg_dfgnn.report(a_model()),
     "description of a conv": lambda: described(ours.GATConv(FEATURES, 4)),
@@ -151,7 +151,7 @@ assert add is ADD and op.statement.name == "segment/copy/min" and added is tests
 
 @pytest.mark.parametrize("way", WAYS)
 def test_copied_rows_run(way):
-    rows = Rows(typed(), source_type=TYPE, target_type=TYPE, num_types=2)
+    rows = IndexSpace(typed(), source_type=TYPE, target_type=TYPE, num_types=2)
     want = apply(added, rows, {"x": X})["out"]
     copied = WAYS[way](rows)
     assert copied.sizes == rows.sizes and copied.sizes[R] == 3

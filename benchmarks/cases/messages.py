@@ -39,7 +39,7 @@ HEADS, EDGE = 8, 8
 SEED = 0
 
 
-class GatedGCN(MessagePassing):
+class NodeGatedGCN(MessagePassing):
     """Sums with gates per channel of both ends, normalised by the sum of the gates."""
 
     def __init__(self, width: int) -> None:
@@ -115,7 +115,7 @@ class Differences(MessagePassing):
 
 
 @dataclass(frozen=True)
-class Layer:
+class MessageLayer:
     """One layer of the family.
 
     Attributes:
@@ -131,7 +131,7 @@ class Layer:
     hand: Callable[[int], nn.Module] | None = None
 
 
-def _restated(name: str, *, edge: str = "", heads: int = 0, **options: Any) -> Layer:
+def _restated(name: str, *, edge: str = "", heads: int = 0, **options: Any) -> MessageLayer:
     """PyG's layer as a class of the user's own, which no drop-in stands in for."""
 
     def make(namespace: Any, width: int) -> nn.Module:
@@ -140,7 +140,7 @@ def _restated(name: str, *, edge: str = "", heads: int = 0, **options: Any) -> L
         return getattr(namespace, name)(*args, **of_heads, **options)  # type: ignore[no-any-return]
 
     own = type(f"My{name}", (getattr(pyg, name),), {"__module__": __name__})
-    return Layer(f"my {name}", partial(make, type("Own", (), {name: own})), edge, partial(make, ours))
+    return MessageLayer(f"my {name}", partial(make, type("Own", (), {name: own})), edge, partial(make, ours))
 
 
 def _gin(kind: type[nn.Module], width: int) -> nn.Module:
@@ -148,34 +148,34 @@ def _gin(kind: type[nn.Module], width: int) -> nn.Module:
 
 
 LAYERS = {
-    "cg": Layer("CGConv", lambda f: pyg.CGConv(f, dim=EDGE), "attr"),
-    "eg": Layer("EGConv", lambda f: pyg.EGConv(f, f, ["sum", "mean", "max"])),
-    "fa": Layer("FAConv", lambda f: pyg.FAConv(f)),
-    "feast": Layer("FeaStConv", lambda f: pyg.FeaStConv(f, f, heads=4)),
-    "gated_graph": Layer("GatedGraphConv", lambda f: pyg.GatedGraphConv(f, 1), "weight"),
-    "gen": Layer("GENConv", lambda f: pyg.GENConv(f, f)),
-    "general": Layer("GeneralConv", lambda f: pyg.GeneralConv(f, f, EDGE, attention=True), "attr"),
-    "gmm": Layer("GMMConv", lambda f: pyg.GMMConv(f, f, dim=EDGE, kernel_size=2), "attr"),
-    "le": Layer("LEConv", lambda f: pyg.LEConv(f, f), "weight"),
-    "mf": Layer("MFConv", lambda f: pyg.MFConv(f, f, max_degree=4)),
-    "mix_hop": Layer("MixHopConv", lambda f: pyg.MixHopConv(f, f), "weight"),
-    "simple": Layer("SimpleConv", lambda f: pyg.SimpleConv("mean"), "weight"),
-    "gated_gcn": Layer("GatedGCN", GatedGCN),
-    "edge_gate": Layer("edge gate", EdgeGate, "attr"),
-    "temperature": Layer("softmax with temperature", Temperature),
-    "modulated": Layer("modulated sum", Modulated),
-    "differences": Layer("differences", Differences),
+    "cg": MessageLayer("CGConv", lambda f: pyg.CGConv(f, dim=EDGE), "attr"),
+    "eg": MessageLayer("EGConv", lambda f: pyg.EGConv(f, f, ["sum", "mean", "max"])),
+    "fa": MessageLayer("FAConv", lambda f: pyg.FAConv(f)),
+    "feast": MessageLayer("FeaStConv", lambda f: pyg.FeaStConv(f, f, heads=4)),
+    "gated_graph": MessageLayer("GatedGraphConv", lambda f: pyg.GatedGraphConv(f, 1), "weight"),
+    "gen": MessageLayer("GENConv", lambda f: pyg.GENConv(f, f)),
+    "general": MessageLayer("GeneralConv", lambda f: pyg.GeneralConv(f, f, EDGE, attention=True), "attr"),
+    "gmm": MessageLayer("GMMConv", lambda f: pyg.GMMConv(f, f, dim=EDGE, kernel_size=2), "attr"),
+    "le": MessageLayer("LEConv", lambda f: pyg.LEConv(f, f), "weight"),
+    "mf": MessageLayer("MFConv", lambda f: pyg.MFConv(f, f, max_degree=4)),
+    "mix_hop": MessageLayer("MixHopConv", lambda f: pyg.MixHopConv(f, f), "weight"),
+    "simple": MessageLayer("SimpleConv", lambda f: pyg.SimpleConv("mean"), "weight"),
+    "gated_gcn": MessageLayer("GatedGCN", NodeGatedGCN),
+    "edge_gate": MessageLayer("edge gate", EdgeGate, "attr"),
+    "temperature": MessageLayer("softmax with temperature", Temperature),
+    "modulated": MessageLayer("modulated sum", Modulated),
+    "differences": MessageLayer("differences", Differences),
     "my_arma": _restated("ARMAConv", edge="weight", num_layers=2),
     "my_cluster_gcn": _restated("ClusterGCNConv"),
     "my_gat": _restated("GATConv", heads=HEADS, add_self_loops=False),
     "my_gatv2": _restated("GATv2Conv", heads=HEADS, add_self_loops=False),
     "my_gcn": _restated("GCNConv", edge="weight", normalize=False),
-    "my_gin": Layer(
+    "my_gin": MessageLayer(
         "my GINConv",
         partial(_gin, type("MyGINConv", (pyg.GINConv,), {"__module__": __name__})),
         hand=partial(_gin, ours.GINConv),
     ),
-    "my_gine": Layer(
+    "my_gine": MessageLayer(
         "my GINEConv",
         lambda f: type("MyGINEConv", (pyg.GINEConv,), {})(nn.Linear(f, f), edge_dim=EDGE),
         "attr",
@@ -202,7 +202,7 @@ class MessageCase(FeaturesCase):
         return dims
 
     @property
-    def spec(self) -> Layer:
+    def spec(self) -> MessageLayer:
         """Entry of the layer in :data:`LAYERS`."""
         return LAYERS[self.op]
 
@@ -318,7 +318,7 @@ class HandWritten(Compiled):
         return case.spec.hand(case.channels).to(x.device, x.dtype)
 
 
-class PyG(Implementation):
+class PyGMessages(Implementation):
     """The layer as it is written, with a tensor per edge for each step of its messages."""
 
     name = "pyg"
@@ -329,13 +329,13 @@ class PyG(Implementation):
         return partial(case.call, case.module(inputs["x"].device, inputs["x"].dtype), graph.edge_index)
 
 
-class CompiledPyG(TorchCompiled, PyG):
+class CompiledPyGMessages(TorchCompiled, PyGMessages):
     """``torch.compile`` of the layer as it is written."""
 
 
 IMPLEMENTATIONS: dict[str, type[Implementation]] = {
-    kind.name: kind for kind in (Compiled, HandWritten, PyG, CompiledPyG)
+    kind.name: kind for kind in (Compiled, HandWritten, PyGMessages, CompiledPyGMessages)
 }
 
 
-MESSAGES = Family(tuple(LAYERS), MessageCase.of, IMPLEMENTATIONS, beside=PyG.name)
+MESSAGES = Family(tuple(LAYERS), MessageCase.of, IMPLEMENTATIONS, beside=PyGMessages.name)

@@ -145,7 +145,7 @@ class Baseline(Implementation):
         return [] if case.op in self.ops else [f"has no {case.layer}"]
 
 
-class PyG(Baseline):
+class PyGSegment(Baseline):
     """PyG's aggregation modules on gathered messages."""
 
     name = "pyg"
@@ -163,7 +163,7 @@ class PyG(Baseline):
         return call
 
 
-class CompiledPyG(TorchCompiled, PyG):
+class CompiledPyGSegment(TorchCompiled, PyGSegment):
     """``torch.compile`` of the same call."""
 
 
@@ -244,7 +244,7 @@ class SegmentReduce(Baseline):
 
 
 IMPLEMENTATIONS: dict[str, type[Implementation]] = {
-    kind.name: kind for kind in (Fused, PyG, CompiledPyG, TorchCsr, TorchMm, SegmentReduce)
+    kind.name: kind for kind in (Fused, PyGSegment, CompiledPyGSegment, TorchCsr, TorchMm, SegmentReduce)
 }
 
 

@@ -15,13 +15,13 @@ from torch_geometric.utils import degree
 
 from benchmarks.cases import messages
 from benchmarks.loops import data, layers
-from benchmarks.loops.data import MAG, MAG_NODES, TABLES, TABLES_NODES, Source
+from benchmarks.loops.data import MAG, MAG_NODES, TABLES, TABLES_NODES, HostBatches
 
 NOT_CAPTURED = "each step has new edges that are no batch of small graphs, or a layer waits for the device"
 
 
 @dataclass(frozen=True)
-class Case:
+class LoopCase:
     """One row of the bench.
 
     Attributes:
@@ -38,7 +38,7 @@ class Case:
     loop: str
     model: str
     size: str
-    source: Callable[[], Source]
+    source: Callable[[], HostBatches]
     make: Callable[[Any], nn.Module]
     forward: Callable[[nn.Module, Any], Any]
     loss: Callable[[Any, Any], Tensor]
@@ -95,7 +95,7 @@ GRAPH_LEVEL: dict[str, tuple[Callable[[int, Any], nn.Module], bool]] = {
 }
 
 
-def _graph_level(loop: str, prefix: str, source: Callable[[], Source], width: int) -> Iterator[Case]:
+def _graph_level(loop: str, prefix: str, source: Callable[[], HostBatches], width: int) -> Iterator[LoopCase]:
     for name, (conv, takes_edges) in GRAPH_LEVEL.items():
 
         def make(batch: Any, conv: Any = conv, takes_edges: bool = takes_edges) -> nn.Module:
@@ -104,10 +104,10 @@ def _graph_level(loop: str, prefix: str, source: Callable[[], Source], width: in
         size = f"{prefix}-h{width}"
         # The dense attention of GPS asks the device for the largest graph.
         capture = "" if name == "gps" else "graphs"
-        yield Case(loop, name, size, source, make, _call_graph_level, _weighted_square, capture=capture)
+        yield LoopCase(loop, name, size, source, make, _call_graph_level, _weighted_square, capture=capture)
 
 
-def _molecules(small: bool) -> Iterator[Case]:
+def _molecules(small: bool) -> Iterator[LoopCase]:
     for batch in (8,) if small else (128, 1024):
         for width in (16,) if small else (64, 300):
             yield from _graph_level("molecules", f"sol-b{batch}", partial(data.molecules, batch), width)
@@ -115,7 +115,7 @@ def _molecules(small: bool) -> Iterator[Case]:
     yield from _graph_level("molecules", f"qm9-b{batch}", partial(data.qm9, batch), 16 if small else 64)
 
 
-def _superpixels(small: bool) -> Iterator[Case]:
+def _superpixels(small: bool) -> Iterator[LoopCase]:
     batch, nodes = (4, 12) if small else (128, 75)
     yield from _graph_level("superpixels", f"b{batch}", partial(data.superpixels, batch, nodes), 16 if small else 64)
 
@@ -139,17 +139,17 @@ def _call_typed(model: nn.Module, batch: Any) -> Tensor:
     return model(batch.x, batch.edge_index, batch.edge_type, batch.y.size(0))  # type: ignore[no-any-return]
 
 
-def _sampled(small: bool) -> Iterator[Case]:
+def _sampled(small: bool) -> Iterator[LoopCase]:
     seeds, fans, width = (16, (5, 3), 16) if small else (1024, (25, 10), 256)
     size, place = f"s{seeds}-h{width}", (seeds, fans, small)
     blocks = partial(data.sampled, *place)
-    yield Case(
+    yield LoopCase(
         *("sampled", "sage", size, blocks),
         lambda _: layers.Blocks([pyg.SAGEConv(100, width), pyg.SAGEConv(width, 47)]),
         _call_blocks,
         _classes,
     )
-    yield Case(
+    yield LoopCase(
         *("sampled", "gat", size, blocks),
         lambda _: layers.Blocks([pyg.GATConv(100, width // 4, heads=4), pyg.GATConv(width, 47, heads=1)]),
         _call_blocks,
@@ -157,7 +157,7 @@ def _sampled(small: bool) -> Iterator[Case]:
     )
     width = 16 if small else 64
     size = f"s{seeds}-h{width}"
-    yield Case(
+    yield LoopCase(
         *("sampled", "rgcn", size, partial(data.sampled_mag_typed, *place)),
         lambda _: layers.Typed([pyg.RGCNConv(128, width, len(MAG)), pyg.RGCNConv(width, 349, len(MAG))]),
         _call_typed,
@@ -175,13 +175,13 @@ def _sampled(small: bool) -> Iterator[Case]:
         return pyg.GATConv((width, width), width // 4, heads=4, add_self_loops=False)
 
     hgt = convs(lambda: pyg.HGTConv(width, width, (kinds, list(MAG)), heads=4))
-    yield Case("sampled", "hgt", size, hetero, hgt, _call_hetero, _hetero_classes)
+    yield LoopCase("sampled", "hgt", size, hetero, hgt, _call_hetero, _hetero_classes)
     tables = partial(data.sampled_tables, seeds // 2, *place[1:])
     for name, layer in (("sage", lambda: pyg.SAGEConv((width, width), width)), ("gat", attention)):
         mag = convs(each(MAG, layer))
-        yield Case("sampled", f"hetero_{name}", size, hetero, mag, _call_hetero, _hetero_classes)
+        yield LoopCase("sampled", f"hetero_{name}", size, hetero, mag, _call_hetero, _hetero_classes)
         of_tables = convs(each(TABLES, layer), list(TABLES_NODES))
-        yield Case("sampled", f"tables_{name}", size, tables, of_tables, _call_hetero, _hetero_classes)
+        yield LoopCase("sampled", f"tables_{name}", size, tables, of_tables, _call_hetero, _hetero_classes)
 
 
 TWO_LAYERS: dict[str, Callable[[int, int, Any], nn.Module]] = {
@@ -201,7 +201,7 @@ TWO_LAYERS: dict[str, Callable[[int, int, Any], nn.Module]] = {
 }
 
 
-def _small(small: bool) -> Iterator[Case]:
+def _small(small: bool) -> Iterator[LoopCase]:
     nodes, edges, width = (30, 90, 8) if small else (2708, 10880, 64)
     for name, conv in TWO_LAYERS.items():
 
@@ -209,14 +209,14 @@ def _small(small: bool) -> Iterator[Case]:
             return layers.NodeLevel(conv(width, width, batch), conv(width, 7, batch))
 
         source = partial(data.graphs, nodes, edges, width, 1)
-        yield Case("small", name, "cora", source, make, _call, _classes, fresh=(), capture="whole")
+        yield LoopCase("small", name, "cora", source, make, _call, _classes, fresh=(), capture="whole")
 
 
 LARGE = {"arxiv": (169_343, 1_166_243, 128, 1.0), "reddit": (50_000, 20_000_000, 64, 1.5)}
 """Nodes, edges and width of large graphs, and the power that skews their degrees."""
 
 
-def _large(small: bool) -> Iterator[Case]:
+def _large(small: bool) -> Iterator[LoopCase]:
     for size, (nodes, edges, width, power) in LARGE.items():
         nodes, edges, width = (30, 90, 8) if small else (nodes, edges, width)
         source = partial(data.graphs, nodes, edges, width, 1, 1, 0, power)
@@ -225,14 +225,14 @@ def _large(small: bool) -> Iterator[Case]:
             def make(batch: Any, conv: Any = TWO_LAYERS[name], width: int = width) -> nn.Module:
                 return layers.NodeLevel(conv(width, width, batch), conv(width, 7, batch))
 
-            yield Case("large", name, size, source, make, _call, _classes, fresh=(), capture="whole")
+            yield LoopCase("large", name, size, source, make, _call, _classes, fresh=(), capture="whole")
 
 
 def _call_weighted(model: nn.Module, batch: Any) -> Tensor:
     return model(batch.x, batch.edge_index, batch.edge_weight)  # type: ignore[no-any-return]
 
 
-def _temporal(small: bool) -> Iterator[Case]:
+def _temporal(small: bool) -> Iterator[LoopCase]:
     shape, width = ((20, 60, 2, 3), 8) if small else ((207, 1722, 32, 12), 64)
     for name, conv in (("gcn", pyg.GCNConv), ("diffusion", layers.Diffusion)):
 
@@ -241,14 +241,14 @@ def _temporal(small: bool) -> Iterator[Case]:
 
         options: dict[str, Any] = {"fresh": ("x", "target"), "capture": "whole"}
         source = partial(data.series, *shape)
-        yield Case("temporal", name, f"b{shape[2]}-t{shape[3]}", source, make, _call_weighted, _numbers, **options)
+        yield LoopCase("temporal", name, f"b{shape[2]}-t{shape[3]}", source, make, _call_weighted, _numbers, **options)
 
 
 def _call_clouds(model: nn.Module, batch: Any) -> Tensor:
     return model(batch.x, batch.y.size(0))  # type: ignore[no-any-return]
 
 
-def _dynamic(small: bool) -> Iterator[Case]:
+def _dynamic(small: bool) -> Iterator[LoopCase]:
     count, points, k = (2, 16, 4) if small else (32, 1024, 20)
     source, size = partial(data.clouds, count, points), f"{count}x{points}-k{k}"
 
@@ -259,22 +259,22 @@ def _dynamic(small: bool) -> Iterator[Case]:
         convs: list[nn.Module] = [pyg.PointTransformerConv(3, 32), pyg.PointTransformerConv(32, 64)]
         return layers.Clouds(convs, 64, k, True)
 
-    yield Case("dynamic", "edgeconv", size, source, edge, _call_clouds, _classes)
-    yield Case("dynamic", "point_transformer", size, source, transformer, _call_clouds, _classes)
+    yield LoopCase("dynamic", "edgeconv", size, source, edge, _call_clouds, _classes)
+    yield LoopCase("dynamic", "point_transformer", size, source, transformer, _call_clouds, _classes)
 
 
 def _call_relations(model: nn.Module, batch: Any) -> Tensor:
     return model(batch.x, batch.edge_index, batch.edge_type)  # type: ignore[no-any-return]
 
 
-def _relations(small: bool) -> Iterator[Case]:
+def _relations(small: bool) -> Iterator[LoopCase]:
     nodes, edges, width = (30, 90, 8) if small else (50_000, 600_000, 64)
 
     def make(_: Any) -> nn.Module:
         return layers.NodeLevel(layers.RelationsByHand(width, 8), layers.RelationsByHand(width, 8))
 
     source = partial(data.graphs, nodes, edges, width, 2, 8)
-    yield Case("relations", "rgcn_by_hand", f"e{edges}", source, make, _call_relations, _numbers)
+    yield LoopCase("relations", "rgcn_by_hand", f"e{edges}", source, make, _call_relations, _numbers)
 
 
 OWN: dict[str, tuple[Callable[[int], nn.Module], bool]] = {
@@ -294,7 +294,7 @@ def _call_edges(model: nn.Module, batch: Any) -> Tensor:
     return model(batch.x, batch.edge_index, batch.edge_attr)  # type: ignore[no-any-return]
 
 
-def _own(small: bool) -> Iterator[Case]:
+def _own(small: bool) -> Iterator[LoopCase]:
     nodes, edges, width = (30, 90, 8) if small else (10_000, 60_000, 64)
     for name, (layer, takes_edges) in OWN.items():
 
@@ -306,7 +306,7 @@ def _own(small: bool) -> Iterator[Case]:
         for size, pool, fresh in (("new", data.POOL, None), ("same", 1, ())):
             source = partial(data.graphs, nodes, edges, width, pool)
             capture = "" if fresh is None else "whole"
-            yield Case("own", name, size, source, make, call, _numbers, fresh, capture)
+            yield LoopCase("own", name, size, source, make, call, _numbers, fresh, capture)
 
 
 def _call_layer(model: nn.Module, batch: Any) -> Tensor:
@@ -333,7 +333,7 @@ def _call_mesh(model: nn.Module, batch: Any) -> Tensor:
     return model(batch.x, batch.edge_index, batch.pos, batch.edge_attr)  # type: ignore[no-any-return]
 
 
-def _edge_networks(small: bool) -> Iterator[Case]:
+def _edge_networks(small: bool) -> Iterator[LoopCase]:
     for name, (layer, width) in EDGE_NETWORKS.items():
         count, nodes, width = (2, 12, 8) if small else (1024, 71, width)
         edge_width = width if name == "meshgraphnet" else 16
@@ -342,7 +342,7 @@ def _edge_networks(small: bool) -> Iterator[Case]:
             return layers.OnMeshes([layer(*sizes) for _ in range(2)])
 
         source = partial(data.meshes, count, nodes, width, edge_width)
-        yield Case("edge_networks", name, f"h{width}", source, make, _call_mesh, _numbers, (), "whole")
+        yield LoopCase("edge_networks", name, f"h{width}", source, make, _call_mesh, _numbers, (), "whole")
 
 
 def _call_forces(model: nn.Module, batch: Any) -> tuple[Tensor, Tensor]:
@@ -360,7 +360,7 @@ def _energies_and_forces(out: tuple[Tensor, Tensor], batch: Any) -> Tensor:
     return _weighted_square(energies, batch) + total
 
 
-def _forces(small: bool) -> Iterator[Case]:
+def _forces(small: bool) -> Iterator[LoopCase]:
     batch, width = (4, 8) if small else (128, 64)
     blocks: dict[str, Callable[[], nn.Module]] = {
         "schnet": lambda: layers.FilterBlock(width, layers.BASIS),
@@ -373,7 +373,7 @@ def _forces(small: bool) -> Iterator[Case]:
 
         source = partial(data.qm9, batch, True)
         size, call, loss = f"qm9-b{batch}-h{width}", _call_forces, _energies_and_forces
-        yield Case("forces", name, size, source, make, call, loss, capture="graphs")
+        yield LoopCase("forces", name, size, source, make, call, loss, capture="graphs")
 
 
 HOST: dict[str, Callable[[int], nn.Module]] = {
@@ -386,19 +386,19 @@ HOST: dict[str, Callable[[int], nn.Module]] = {
 }
 
 
-def _host(small: bool) -> Iterator[Case]:
+def _host(small: bool) -> Iterator[LoopCase]:
     nodes, edges, width = (30, 90, 8) if small else (2708, 10880, 64)
     for name, layer in HOST.items():
         for size, fresh in (("known", ()), ("new", ("edge_index",))):
             if name != "linear" or size == "known":
                 source = partial(data.graphs, nodes, edges, width, 1)
-                yield Case(
+                yield LoopCase(
                     *("host", name, size, source, lambda _, layer=layer: layer(width), _call_layer, _numbers, fresh),  # type: ignore[misc]
                     trains=False,
                 )
 
 
-LOOPS: dict[str, Callable[[bool], Iterator[Case]]] = {
+LOOPS: dict[str, Callable[[bool], Iterator[LoopCase]]] = {
     "molecules": _molecules,
     "superpixels": _superpixels,
     "sampled": _sampled,

@@ -41,7 +41,7 @@ PRODUCTS, PRODUCTS_NODES = (("n", "to", "n"),), {"n": 2_449_029}
 
 
 @dataclass(frozen=True)
-class Source:
+class HostBatches:
     """Batches on the host.
 
     Attributes:
@@ -60,10 +60,10 @@ def rng(seed: int) -> torch.Generator:
     return torch.Generator().manual_seed(seed)
 
 
-def _batched(groups: list[list[Data]], origin: str = "generated") -> Source:
+def _batched(groups: list[list[Data]], origin: str = "generated") -> HostBatches:
     for graph in (graph for group in groups for graph in group):
         graph.weight = torch.ones(1)
-    return Source([Batch.from_data_list(group) for group in groups], groups, origin)
+    return HostBatches([Batch.from_data_list(group) for group in groups], groups, origin)
 
 
 def _grouped(graphs: Sequence[Data], batch_size: int) -> list[list[Data]]:
@@ -85,7 +85,7 @@ def _undirected(bonds: Tensor, kinds: Tensor) -> dict[str, Tensor]:
 
 
 @cache
-def molecules(batch_size: int) -> Source:
+def molecules(batch_size: int) -> HostBatches:
     """Drug-like molecules with bonds: the set of solubilities, else made ones of about 13 atoms."""
     path, graphs = _file("solubility"), []
     if path is not None:
@@ -116,7 +116,7 @@ def molecules(batch_size: int) -> Source:
 
 
 @cache
-def qm9(batch_size: int, has_positions: bool = False) -> Source:
+def qm9(batch_size: int, has_positions: bool = False) -> HostBatches:
     """Molecules of QM9 with edges between atoms within 5 Angstrom, else made ones of 18 atoms.
 
     Args:
@@ -152,7 +152,7 @@ def qm9(batch_size: int, has_positions: bool = False) -> Source:
 
 
 @cache
-def superpixels(batch_size: int, nodes: int = 75) -> Source:
+def superpixels(batch_size: int, nodes: int = 75) -> HostBatches:
     """Graphs of superpixels: each of `nodes` random points is joined to its 8 nearest."""
     generator, groups = rng(3), []
     for _ in range(POOL):
@@ -234,7 +234,7 @@ def sample(
 
 
 @cache
-def sampled(seeds: int, fans: tuple[int, ...], small: bool) -> Source:
+def sampled(seeds: int, fans: tuple[int, ...], small: bool) -> HostBatches:
     """Bipartite blocks of a graph like ogbn-products, features of 100 and 47 classes."""
     batches = []
     for seed in range(POOL):
@@ -245,7 +245,7 @@ def sampled(seeds: int, fans: tuple[int, ...], small: bool) -> Source:
         generator = rng(seed)
         x, y = torch.randn(sizes["n"], 100, generator=generator), torch.randint(47, (seeds,), generator=generator)
         batches.append(Data(x=x, y=y, **blocks, **rows))
-    return Source(batches, [])
+    return HostBatches(batches, [])
 
 
 def _sampled_types(
@@ -255,7 +255,7 @@ def _sampled_types(
     seeds: int,
     fans: tuple[int, ...],
     small: bool,
-) -> Source:
+) -> HostBatches:
     """Subgraphs around nodes of the type that the first relation points to, with features of 128 and classes."""
     batches = []
     for seed in range(POOL):
@@ -268,23 +268,23 @@ def _sampled_types(
             data[relation].edge_index = torch.cat([layer[relation] for layer in layers], dim=1)
         data[relations[0][-1]].y = torch.randint(classes, (seeds,), generator=generator)
         batches.append(data)
-    return Source(batches, [])
+    return HostBatches(batches, [])
 
 
 @cache
-def sampled_mag(seeds: int, fans: tuple[int, ...], small: bool) -> Source:
+def sampled_mag(seeds: int, fans: tuple[int, ...], small: bool) -> HostBatches:
     """Subgraphs of a graph like ogbn-mag, features of 128 and 349 classes."""
     return _sampled_types(MAG, MAG_NODES, 349, seeds, fans, small)
 
 
 @cache
-def sampled_tables(seeds: int, fans: tuple[int, ...], small: bool) -> Source:
+def sampled_tables(seeds: int, fans: tuple[int, ...], small: bool) -> HostBatches:
     """Subgraphs of rows of five tables that refer to each other, as in relational databases, and two classes."""
     return _sampled_types(TABLES, TABLES_NODES, 2, seeds, fans, small)
 
 
 @cache
-def sampled_mag_typed(seeds: int, fans: tuple[int, ...], small: bool) -> Source:
+def sampled_mag_typed(seeds: int, fans: tuple[int, ...], small: bool) -> HostBatches:
     """The subgraphs of :func:`sampled_mag` with all nodes in one tensor, papers first, and a type per edge."""
     batches = []
     for hetero in sampled_mag(seeds, fans, small).batches:
@@ -299,13 +299,13 @@ def sampled_mag_typed(seeds: int, fans: tuple[int, ...], small: bool) -> Source:
         x = torch.cat([hetero[kind].x for kind in MAG_NODES])
         data = Data(x=x, edge_index=torch.cat(edges, dim=1), edge_type=torch.cat(types), y=hetero["paper"].y)
         batches.append(data)
-    return Source(batches, [])
+    return HostBatches(batches, [])
 
 
 @cache
 def graphs(
     nodes: int, edges: int, width: int, pool: int, relations: int = 1, edge_width: int = 8, power: float = 1.0
-) -> Source:
+) -> HostBatches:
     """Random graphs with features, edge features, types, classes and numbers to learn; the power skews degrees."""
     batches = []
     for seed in range(pool):
@@ -320,11 +320,11 @@ def graphs(
                 target=torch.randn(nodes, width, generator=generator),
             )
         )
-    return Source(batches, [])
+    return HostBatches(batches, [])
 
 
 @cache
-def meshes(count: int, nodes: int, width: int, edge_width: int) -> Source:
+def meshes(count: int, nodes: int, width: int, edge_width: int) -> HostBatches:
     """Meshes in one graph, each of points in a square that are joined to their 8 nearest, with features of both."""
     generator = rng(5)
     points = torch.rand(count, nodes, 2, generator=generator)
@@ -334,11 +334,13 @@ def meshes(count: int, nodes: int, width: int, edge_width: int) -> Source:
     x = torch.randn(count * nodes, width, generator=generator)
     edge_attr = torch.randn(edge_index.size(1), edge_width, generator=generator)
     target = torch.randn(count * nodes, width, generator=generator)
-    return Source([Data(x=x, edge_index=edge_index, pos=points.view(-1, 2), edge_attr=edge_attr, target=target)], [])
+    return HostBatches(
+        [Data(x=x, edge_index=edge_index, pos=points.view(-1, 2), edge_attr=edge_attr, target=target)], []
+    )
 
 
 @cache
-def series(nodes: int, edges: int, batch: int, steps: int) -> Source:
+def series(nodes: int, edges: int, batch: int, steps: int) -> HostBatches:
     """Windows of a network of sensors `[batch, steps, nodes, 2]`; the edges are those of the first batch in all."""
     generator = rng(4)
     edge_index = torch.randint(nodes, (2, edges), generator=generator)
@@ -348,15 +350,15 @@ def series(nodes: int, edges: int, batch: int, steps: int) -> Source:
         x = torch.randn(batch, steps, nodes, 2, generator=generator)
         target = torch.randn(batch, nodes, 1, generator=generator)
         batches.append(Data(x=x, edge_index=edge_index, edge_weight=weight, target=target, num_nodes=nodes))
-    return Source(batches, [])
+    return HostBatches(batches, [])
 
 
 @cache
-def clouds(count: int, points: int) -> Source:
+def clouds(count: int, points: int) -> HostBatches:
     """Clouds of points `[count * points, 3]` and their classes."""
     batches = []
     for seed in range(POOL):
         generator = rng(seed)
         x = torch.randn(count * points, 3, generator=generator)
         batches.append(Data(x=x, y=torch.randint(40, (count,), generator=generator)))
-    return Source(batches, [])
+    return HostBatches(batches, [])

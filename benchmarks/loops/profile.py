@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch.profiler import ProfilerActivity
 
-from benchmarks.loops.cases import Case
+from benchmarks.loops.cases import LoopCase
 from benchmarks.loops.steps import Batches, Steps
 from benchmarks.results import PACKAGE
 from benchmarks.timing import Timer
@@ -26,7 +26,7 @@ WAITS = ("cudaStreamSynchronize", "cudaDeviceSynchronize", "cudaEventSynchronize
 OPS = ("aten::sort", "aten::argsort", "aten::unique", "aten::arange", "aten::to", "aten::_to_copy", "aten::item")
 
 
-def run(case: Case, names: Sequence[str], timer: Timer, block: int) -> None:
+def run(case: LoopCase, names: Sequence[str], timer: Timer, block: int) -> None:
     """Print the pieces of a step for each implementation of a case."""
     torch.manual_seed(0)
     batches = Batches.on(timer.device, case)

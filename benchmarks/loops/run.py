@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from benchmarks.loops import profile
-from benchmarks.loops.cases import LOOPS, Case
+from benchmarks.loops.cases import LOOPS, LoopCase
 from benchmarks.loops.steps import BASELINE, Batches, First, Steps, first_step, gradients, in_float64, limited
 from benchmarks.results import MEASURED_ROOMS, Rows, Table, environment, markdown, now, source_digest
 from benchmarks.timing import Timer, Timing
@@ -49,7 +49,7 @@ MUSTS = (
 Row = dict[str, Any]
 
 
-def cases_of(config: Mapping[str, Any]) -> list[Case]:
+def cases_of(config: Mapping[str, Any]) -> list[LoopCase]:
     """The cases that a config chooses.
 
     Raises:
@@ -78,7 +78,7 @@ class Turns:
         config: Of the experiment.
     """
 
-    def __init__(self, case: Case, names: Sequence[str], timer: Timer, config: Mapping[str, Any]) -> None:
+    def __init__(self, case: LoopCase, names: Sequence[str], timer: Timer, config: Mapping[str, Any]) -> None:
         needed = {"pyg", *names, *(BASELINE[name] for name in names)}
         self.case, self.timer, self.config = case, timer, config
         self.names = [name for name in BASELINE if name in needed]
@@ -211,7 +211,7 @@ def run(config: Mapping[str, Any]) -> int:
 
 
 def _measure(
-    cases: Sequence[Case], table: Table, timer: Timer, config: Mapping[str, Any], made: Mapping[str, str]
+    cases: Sequence[LoopCase], table: Table, timer: Timer, config: Mapping[str, Any], made: Mapping[str, str]
 ) -> int:
     """Append the rows that are not there; return 2 where time ran out, else 0."""
     started = time.perf_counter()

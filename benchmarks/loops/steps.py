@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 import pyg_dfgnn
-from benchmarks.loops.cases import NOT_CAPTURED, Case
+from benchmarks.loops.cases import NOT_CAPTURED, LoopCase
 from pyg_dfgnn.capture import Capacity
 from pyg_dfgnn.errors import UnsupportedError
 from pyg_dfgnn.reference.tolerances import relative_error
@@ -40,7 +40,7 @@ class First:
         return {"loss": relative_error(self.loss, expected.loss), "gradient": relative_error(*flat)}
 
 
-def first_step(case: Case, model: nn.Module, batch: Any) -> First:
+def first_step(case: LoopCase, model: nn.Module, batch: Any) -> First:
     """Forward and backward of a model without a step."""
     loss = case.loss(case.forward(model, batch), batch)
     loss.backward()
@@ -66,11 +66,11 @@ class Batches:
     """
 
     @staticmethod
-    def on(device: torch.device, case: Case) -> Batches:
+    def on(device: torch.device, case: LoopCase) -> Batches:
         """The batches of the case, moved to a device."""
         return Batches(case, [batch.clone().to(device) for batch in case.source().batches])
 
-    def __init__(self, case: Case, batches: list[Any]) -> None:
+    def __init__(self, case: LoopCase, batches: list[Any]) -> None:
         self.fresh, self.batches = case.fresh, batches
 
     def take(self, first: int, count: int) -> list[Any]:
@@ -107,7 +107,7 @@ class Steps:
         UnsupportedError: The case has no such implementation.
     """
 
-    def __init__(self, name: str, case: Case, model: nn.Module, batches: Batches) -> None:
+    def __init__(self, name: str, case: LoopCase, model: nn.Module, batches: Batches) -> None:
         self.case, self.batches, self.note = case, batches, case.source().origin
         self.model = copy.deepcopy(model)
         if name.startswith("ours"):

@@ -80,7 +80,7 @@ class MaskedBatchNorm(nn.BatchNorm1d):
         """Normalise `x [N, C]`."""
         if self.mask is None or not self.training:
             return super().forward(x)
-        out, mean, variance = _Normalize.apply(x, self.weight, self.bias, self.mask, self.eps)
+        out, mean, variance = _MaskedBatchNorm.apply(x, self.weight, self.bias, self.mask, self.eps)
         if self.running_mean is not None and self.running_var is not None and self.num_batches_tracked is not None:
             with torch.no_grad():
                 self.num_batches_tracked += 1
@@ -109,7 +109,7 @@ def _again(ctx: Any, grad: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
     return *differentiated(outputs, (x, weight, bias), ctx.needs_input_grad[:3], [grad]), None, None
 
 
-class _Normalize(torch.autograd.Function):
+class _MaskedBatchNorm(torch.autograd.Function):
     """Masked batch norm by torch's kernels of a synchronised one, since a step has many norms on little data.
 
     Rows of padding take the mean, so that they add nothing to the variance, and get no gradient.

@@ -188,7 +188,7 @@ class CapturedStep(Step):
         self.buckets = Buckets(model, data) if padded else None
         self.capture_mark = mark or _no_mark
         # The data of an evaluation are not kept alive; their capture goes with them.
-        self._captures: dict[tuple[str, int], _Capture] = {}
+        self._captures: dict[tuple[str, int], _DataCapture] = {}
         self._rates: list[Tensor] = []
         self._unchecked: tuple[Bucket, Any] | None = None
 
@@ -267,7 +267,7 @@ class CapturedStep(Step):
         key = kind, id(data)
         capture = self._captures.get(key)
         if capture is None:
-            capture = self._captures[key] = _Capture(ref(data, partial(_forget, ref(self), key)))
+            capture = self._captures[key] = _DataCapture(ref(data, partial(_forget, ref(self), key)))
         capture.runs += 1
         if capture.recording is None:
             # A recording is of kernels, however seldom the edges have come before it.
@@ -456,7 +456,7 @@ def _forget(step: ref[CapturedStep], key: tuple[str, int], _: ref[Any]) -> None:
         owner._captures.pop(key, None)
 
 
-class _Capture:
+class _DataCapture:
     """Runs, recording and watches of the work on one data object."""
 
     def __init__(self, data: ref[Any]) -> None:

@@ -11,7 +11,7 @@ from torch import Tensor
 Device = torch.device | str
 
 
-class Edges(NamedTuple):
+class GeneratedEdges(NamedTuple):
     """Edges [2, E] sorted by (target, source), the number of nodes, and for a batch the node offsets of its graphs.
 
     Graphs in the plane have positions ``pos [N, 2]`` in units of a cell of their grid.
@@ -83,7 +83,7 @@ def log_normal_chung_lu(
     *,
     label: Tensor | None = None,
     homophily: float = 0.0,
-) -> Edges:
+) -> GeneratedEdges:
     """Return a graph with log-normal expected degrees, clipped at ``max_degree``, which a few hubs have.
 
     With labels ``[N]``, a share ``homophily`` of the pairs with two light ends (at most 4 times the mean degree) is
@@ -98,7 +98,7 @@ def log_normal_chung_lu(
         light = weight <= 4 * mean_degree
         free = light[u] & light[v] & (torch.rand(u.numel(), generator=generator, device=device) < homophily)
         u[free], v[free] = (end[free][label[end[free]].argsort(stable=True)] for end in (u, v))
-    return Edges(symmetric(u, v, num_nodes), num_nodes)
+    return GeneratedEdges(symmetric(u, v, num_nodes), num_nodes)
 
 
 def log_normal_weights(
@@ -227,7 +227,7 @@ def nearest(point: Tensor, inside: Tensor | None, count: int) -> Tensor:
 
 def superpixel_batch(
     num_graphs: int, min_nodes: int, max_nodes: int, mean_nodes: float, seed: int, device: Device
-) -> Edges:
+) -> GeneratedEdges:
     """Return a batch like the superpixels of MNIST and CIFAR10: points of a jittered grid link to their 8 nearest.
 
     As in the published sets, out-degrees are 8 and in-degrees vary. Sizes lie in ``min_nodes..max_nodes``; they are
@@ -256,10 +256,10 @@ def superpixel_batch(
     source = (ptr[graph] + node).repeat_interleave(8)
     target = ptr[graph].repeat_interleave(8) + near[inside].reshape(-1)
     num_nodes = int(ptr[-1])
-    return Edges(sorted_edges(source, target, num_nodes), num_nodes, ptr, point[inside])
+    return GeneratedEdges(sorted_edges(source, target, num_nodes), num_nodes, ptr, point[inside])
 
 
-def region_adjacency_batch(num_graphs: int, mean_nodes: float, seed: int, device: Device) -> Edges:
+def region_adjacency_batch(num_graphs: int, mean_nodes: float, seed: int, device: Device) -> GeneratedEdges:
     """Return a batch like the region graphs of photographs: grids of regions with one diagonal in each square.
 
     Rows and columns vary around ``mean_nodes`` regions like the shapes of photographs. The graphs are planar with both
@@ -290,4 +290,4 @@ def region_adjacency_batch(num_graphs: int, mean_nodes: float, seed: int, device
     u, v = (torch.cat(side) for side in zip(*ends, strict=True))
     num_nodes = int(ptr[-1])
     pos = ((row < tall) & (column < wide)).nonzero()[:, 1:]
-    return Edges(symmetric(u, v, num_nodes), num_nodes, ptr, pos)
+    return GeneratedEdges(symmetric(u, v, num_nodes), num_nodes, ptr, pos)

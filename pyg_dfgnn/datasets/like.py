@@ -16,7 +16,7 @@ from torch_geometric.data import Data
 
 from pyg_dfgnn.datasets.files import CACHE, cached, unpack
 from pyg_dfgnn.datasets.generators import (
-    Edges,
+    GeneratedEdges,
     generator_of,
     log_normal_chung_lu,
     log_normal_pieces,
@@ -394,7 +394,7 @@ def _splits(
     return splits
 
 
-def _graphs(edges: Edges, x: Tensor, edge_attr: Tensor, y: Tensor) -> list[Data]:
+def _graphs(edges: GeneratedEdges, x: Tensor, edge_attr: Tensor, y: Tensor) -> list[Data]:
     """Return the graphs of a batch whose edges are sorted by target, with labels per node or per graph."""
     assert edges.ptr is not None
     sizes = edges.ptr.diff()

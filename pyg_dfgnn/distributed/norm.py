@@ -35,7 +35,7 @@ class SyncBatchNorm(nn.BatchNorm1d):
             self.num_batches_tracked.add_(1)
             momentum = 1 / int(self.num_batches_tracked) if momentum is None else momentum
         running = self.running_mean, self.running_var, momentum or 0.0
-        return _Normalize.apply(x.contiguous(), self.weight, self.bias, *running, self.eps)
+        return _SyncBatchNorm.apply(x.contiguous(), self.weight, self.bias, *running, self.eps)
 
 
 class _Total(torch.autograd.Function):
@@ -70,7 +70,7 @@ def _again(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     return *differentiated(outputs, (x, weight, bias), needed, [grad]), None, None, None, None
 
 
-class _Normalize(torch.autograd.Function):
+class _SyncBatchNorm(torch.autograd.Function):
     """Batch norm with one collective each way: statistics forward, two sums of the gradient backward."""
 
     @staticmethod

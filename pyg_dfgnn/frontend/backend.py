@@ -19,7 +19,7 @@ from pyg_dfgnn.frontend.importer import WIDE, Draft, expression_of, line_of
 from pyg_dfgnn.frontend.regions import Partition
 from pyg_dfgnn.frontend.run import Place, Region
 from pyg_dfgnn.ir.domains import One
-from pyg_dfgnn.ir.torch_front import Refusal, tidy
+from pyg_dfgnn.ir.torch_front import TraceError, tidy
 
 _logger = logging.getLogger("pyg_dfgnn")
 
@@ -118,7 +118,7 @@ def compiled(
                 regions[draft] = _region(partition, draft, name)
                 calls[draft] = regions[draft][0] if make is None else make(regions[draft][0])
             break
-        except Refusal as refusal:
+        except TraceError as refusal:
             partition.refuse(current, "; ".join(refusal.reasons))
     count = sum(node.op not in ("placeholder", "output") for node in graph.nodes)
     programs, reasons = tuple(region for region, _ in regions.values()), tuple(partition.against())
@@ -151,14 +151,14 @@ def _region(partition: Partition, draft: Draft, name: str) -> tuple[Region, list
     inputs = {name: draft.sources[name] for name in program.features}
     kinds = {dtype for node, _ in inputs.values() if (dtype := value_of(node).dtype).is_floating_point}
     if not kinds:
-        raise Refusal("no features are read on edges")
+        raise TraceError("no features are read on edges")
     dtype = reduce(torch.promote_types, kinds)
     if (
         partition.autocast is None
         and tracer.widest is not None
         and torch.promote_types(tracer.widest, dtype) is not dtype
     ):
-        raise Refusal(f"{tracer.widest} is computed with, of inputs of {dtype}")
+        raise TraceError(f"{tracer.widest} is computed with, of inputs of {dtype}")
     for node in dict.fromkeys(node for node, _ in inputs.values()):
         if node not in arguments:
             arguments.append(node)
@@ -211,7 +211,7 @@ def _size(partition: Partition, draft: Draft, arguments: list[Node], size: Any) 
         if node not in arguments:
             arguments.append(node)
         return Place(arguments.index(node), axis)
-    raise Refusal("the number of nodes is not known before the edges are read")
+    raise TraceError("the number of nodes is not known before the edges are read")
 
 
 def _cuts(draft: Draft, output: Node, arguments: Sequence[Node]) -> list[tuple[int, Node]]:
@@ -226,7 +226,7 @@ def _cuts(draft: Draft, output: Node, arguments: Sequence[Node]) -> list[tuple[i
             known = [node for node in arguments if isinstance(value_of(node), torch.SymInt)]
             known = [node for node in known if expression_of(value_of(node)) == size]
             if not known:
-                raise Refusal("a number of nodes that is computed from ids")
+                raise TraceError("a number of nodes that is computed from ids")
             cuts.append((axis, known[0]))
     return cuts
 

@@ -154,7 +154,7 @@ def _is_count(node: Node) -> bool:
     return bool(readers) and all(name_of(x) in ("truediv", "div") and len(x.all_input_nodes) == 2 for x in readers)
 
 
-class _Capture(threading.local):
+class _EdgeCapture(threading.local):
     """The CUDA graph that this thread captures of edges that stay.
 
     Attributes:
@@ -164,7 +164,7 @@ class _Capture(threading.local):
     read: list[Tensor] | None = None
 
 
-_capture = _Capture()
+_capture = _EdgeCapture()
 
 
 @contextmanager
@@ -226,7 +226,7 @@ def _states(values: Sequence[Any]) -> list[Any]:
     return [(value._version, value.requires_grad) for value in values if isinstance(value, Tensor)]
 
 
-class Group(NamedTuple):
+class EdgeFunction(NamedTuple):
     """Function that computes the nodes of a graph that depend on the edges alone.
 
     Attributes:
@@ -242,7 +242,7 @@ class Group(NamedTuple):
     views: set[Node]
 
 
-def written_group(graph: Graph, group: set[Node], ends: dict[Node, Ends]) -> Group:
+def written_group(graph: Graph, group: set[Node], ends: dict[Node, Ends]) -> EdgeFunction:
     """Return what computes the nodes of a group."""
     views = _views(group, ends)
     own, copies = Graph(), dict[Node, Node]()
@@ -254,4 +254,4 @@ def written_group(graph: Graph, group: set[Node], ends: dict[Node, Ends]) -> Gro
         if node in group:
             copies[node] = own.node_copy(node, lambda x: copies[x])
     own.output([copies[node] for node in outputs])
-    return Group(EdgeDerived(GraphModule({}, own).forward), arguments, outputs, views)
+    return EdgeFunction(EdgeDerived(GraphModule({}, own).forward), arguments, outputs, views)

@@ -14,7 +14,7 @@ from torch.fx.node import map_aggregate
 
 from pyg_dfgnn.frontend.functional import name_of, value_of
 from pyg_dfgnn.ir.domains import D, Domain, E, One, S
-from pyg_dfgnn.ir.torch_front import FUNCTIONS, Refusal, Symbol, Tracer, fake_sizes
+from pyg_dfgnn.ir.torch_front import FUNCTIONS, Symbol, TraceError, Tracer, fake_sizes
 from pyg_dfgnn.ir.torch_front.pointwise import filled
 from pyg_dfgnn.settings import current
 
@@ -251,7 +251,7 @@ class Draft:
             reasons = len(self.tracer.reasons)
             try:
                 return self.trace(node)
-            except Refusal:
+            except TraceError:
                 del self.tracer.reasons[reasons:]
         return self.external(node)
 
@@ -333,12 +333,12 @@ class Draft:
         try:
             with tracer, torch.enable_grad():
                 result = function(*args, **kwargs)
-        except Refusal:
+        except TraceError:
             raise
         except Exception as error:
             raise tracer.stop(f"`{name}`: {type(error).__name__}: {error}") from error
         if len(tracer.reasons) > reasons:
-            raise Refusal(*tracer.reasons[reasons:])
+            raise TraceError(*tracer.reasons[reasons:])
         self.reads[node] = reads
         if isinstance(result, (tuple, list)):
             return tuple(result)

@@ -27,7 +27,7 @@ from pyg_dfgnn.frontend.importer import (
     gathered,
 )
 from pyg_dfgnn.ir.domains import D, E
-from pyg_dfgnn.ir.torch_front import Refusal, Symbol
+from pyg_dfgnn.ir.torch_front import Symbol, TraceError
 
 _OF_NODES = VIEWS | frozenset(
     "add sub rsub mul truediv div neg exp log sqrt pow clamp clamp_min masked_fill where eq reciprocal abs".split()
@@ -209,7 +209,7 @@ class Partition:
                 continue
             try:
                 draft = self._traced(node, waits)
-            except Refusal as refusal:
+            except TraceError as refusal:
                 found += refusal.reasons[-1:]
                 continue
             if draft is not None:

@@ -16,7 +16,7 @@ from pyg_dfgnn.ir import lanes
 from pyg_dfgnn.ir.domains import D, E, One, R, S, U, V
 from pyg_dfgnn.ir.lowering import lower
 from pyg_dfgnn.ir.passes import Passes
-from pyg_dfgnn.ir.torch_front import Refusal
+from pyg_dfgnn.ir.torch_front import TraceError
 from pyg_dfgnn.ops.function import run_traced
 from pyg_dfgnn.ops.relational.backend import KERNELS, backend
 from pyg_dfgnn.ops.relational.program import selected
@@ -39,7 +39,7 @@ class Operator:
 
     def __init__(self, region: Region) -> None:
         if reasons := _reasons(region):
-            raise Refusal(*(f"{region.line}: {reason}" for reason in reasons))
+            raise TraceError(*(f"{region.line}: {reason}" for reason in reasons))
         kind = "edges" if region.types is None else "relations"
         self.region, self.name = region, Name(kind, region.transposed, region.program).text
 
@@ -67,7 +67,7 @@ def _reasons(region: Region) -> list[str]:
         steps = [lower(Passes().run(program, sizes), region.names)]
         gradients = ["d_" + name for name in program.features]
         steps.append(lower(selected(Passes().run(program, sizes, program.features), gradients), gradients))
-    except lanes.Refusal as refusal:
+    except lanes.LoweringError as refusal:
         return [str(refusal)]
     rows = {f"{buffer.name} : {buffer.domain}{list(buffer.shape)}": None for each in steps for buffer in each.edge_rows}
     return [f"rows of edges are mapped, which is left to Inductor ({', '.join(rows)})"] if rows else []

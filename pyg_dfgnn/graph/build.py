@@ -24,7 +24,7 @@ from pyg_dfgnn.graph.adjacency import (
     pull,
     replace_self_loops,
 )
-from pyg_dfgnn.graph.forms import INDEX_DTYPES, Edges, check_edge_index
+from pyg_dfgnn.graph.forms import INDEX_DTYPES, CooEdges, check_edge_index
 
 
 @dataclass(frozen=True)
@@ -91,7 +91,7 @@ def refuse_ids(bounds: list[int], num_src: int, num_dst: int, num_edges: int) ->
             raise IdRangeError(f"'edge_index' needs {need}: only those are valid indices")
 
 
-def build(edges: Edges, num_src: int, num_dst: int, *, self_loops: bool = False) -> Built:
+def build(edges: CooEdges, num_src: int, num_dst: int, *, self_loops: bool = False) -> Built:
     """Build the CSR of edges: at most one sort, one host sync, a second one where the sort goes in spans.
 
     Raises:
@@ -132,7 +132,7 @@ def build_pieces(
     source, target = (1, 0) if transposed else (0, 1)
     # Before int32 cut a number off, which the build does not see.
     refuse_ids([*bounds[source], *bounds[target]], num_src, num_dst, num_edges)
-    built = build(Edges(edges[source], edges[target]), num_src, num_dst)
+    built = build(CooEdges(edges[source], edges[target]), num_src, num_dst)
     del edges
     return add_loops(built.csr) if self_loops else built
 

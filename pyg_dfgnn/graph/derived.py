@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from typing_extensions import Self
 
-Value = TypeVar("Value")
+T = TypeVar("T")
 _MISSING: Any = object()
 
 
@@ -96,7 +96,7 @@ class Derived:
         # What another stream has to wait for.
         self._made: torch.cuda.Event | None = None
 
-    def derived(self, key: Hashable, build: Callable[[], Value], anchors: Sequence[Tensor] = ()) -> Value:
+    def derived(self, key: Hashable, build: Callable[[], T], anchors: Sequence[Tensor] = ()) -> T:
         """Return the value under a key, built on first use and kept with the container.
 
         Args:

@@ -19,7 +19,7 @@ from pyg_dfgnn.graph.derived import version_of
 INDEX_DTYPES = (torch.int64, torch.int32)
 
 
-class Edges(NamedTuple):
+class CooEdges(NamedTuple):
     """Edges as given, before any check of their values.
 
     Attributes:
@@ -77,7 +77,7 @@ def with_sizes(edges: Any, num_src: Any, num_dst: Any, transposed: bool) -> tupl
     return edges, num_src, num_dst
 
 
-def read_tensor(edge_index: Tensor, transposed: bool, hint: EdgeIndex | None = None) -> Edges:
+def read_tensor(edge_index: Tensor, transposed: bool, hint: EdgeIndex | None = None) -> CooEdges:
     """Read a tensor [2, E].
 
     Args:
@@ -88,7 +88,7 @@ def read_tensor(edge_index: Tensor, transposed: bool, hint: EdgeIndex | None = N
     check_edge_index(edge_index)
     target = 0 if transposed else 1
     is_sorted = hint is not None and hint.sort_order == ("row" if transposed else "col")
-    return Edges(edge_index[1 - target], edge_index[target], target_sorted=is_sorted)
+    return CooEdges(edge_index[1 - target], edge_index[target], target_sorted=is_sorted)
 
 
 def is_adjacency(edges: Any) -> bool:
@@ -117,7 +117,7 @@ def _versions(*tensors: Tensor) -> tuple[int, ...] | None:
     return None if None in versions else tuple(versions)  # type: ignore[arg-type]
 
 
-def read_adjacency(adj: Any, num_src: int, num_dst: int, self_loops: bool) -> Edges:
+def read_adjacency(adj: Any, num_src: int, num_dst: int, self_loops: bool) -> CooEdges:
     """Read a transposed adjacency matrix `adj_t` [num_dst, num_src], in the order in which PyG lists its entries.
 
     Args:
@@ -138,19 +138,19 @@ def read_adjacency(adj: Any, num_src: int, num_dst: int, self_loops: bool) -> Ed
         if self_loops:
             adj = torch_geometric.typing.torch_sparse.set_diag(adj)
         row, col, _ = adj.coo()
-        return Edges(col, row, target_sorted=True)
+        return CooEdges(col, row, target_sorted=True)
     if self_loops:
         adj, _ = add_self_loops(remove_self_loops(adj)[0], num_nodes=min(num_src, num_dst))
     if adj.layout == torch.sparse_csr:
         col = adj.col_indices()
-        return Edges(col, expand(adj.crow_indices(), col.numel()), target_sorted=True)
+        return CooEdges(col, expand(adj.crow_indices(), col.numel()), target_sorted=True)
     if adj.layout == torch.sparse_csc:
         row = adj.row_indices()
-        return Edges(expand(adj.ccol_indices(), row.numel()), row)
+        return CooEdges(expand(adj.ccol_indices(), row.numel()), row)
     if adj.layout == torch.sparse_coo:
         row, col = adj._indices()
         # Whether it is coalesced says nothing: PyG marks every matrix that it reads.
-        return Edges(col, row)
+        return CooEdges(col, row)
     raise TypeError(
         f"'edge_index' needs layout torch.sparse_coo, torch.sparse_csr or torch.sparse_csc (got {adj.layout})"
     )

@@ -3,7 +3,7 @@
 from pyg_dfgnn.ir.domains import D, Domain, E, One, R, S, Td, Ts, U, V
 from pyg_dfgnn.ir.interpreter import interpret
 from pyg_dfgnn.ir.program import Program
-from pyg_dfgnn.ir.rows import Rows
+from pyg_dfgnn.ir.rows import IndexSpace
 from pyg_dfgnn.ir.trace import concat, dot, leaky_relu, logsumexp_to, max_to, mean_to, relational, softmax, sum_to, to
 
 __all__ = [
@@ -13,7 +13,7 @@ __all__ = [
     "One",
     "Program",
     "R",
-    "Rows",
+    "IndexSpace",
     "S",
     "Td",
     "Ts",

@@ -13,11 +13,11 @@ from functools import lru_cache
 from math import prod
 
 from pyg_dfgnn.ir.domains import Domain, One, determines
-from pyg_dfgnn.ir.lanes import JOINS, ROWS, SHORT, Refusal, find_lanes, stored_row
+from pyg_dfgnn.ir.lanes import JOINS, ROWS, SHORT, LoweringError, find_lanes, stored_row
 from pyg_dfgnn.ir.patterns import statistic, weighted
 from pyg_dfgnn.ir.pointwise import POINTWISE
 from pyg_dfgnn.ir.program import REDUCTIONS
-from pyg_dfgnn.ir.steps import Step
+from pyg_dfgnn.ir.steps import KernelStep
 
 MAX_PARAMETERS = 46
 """Arrays of a kernel beside those of the adjacency and its states."""
@@ -28,7 +28,7 @@ Key = tuple[int, str]
 
 
 @dataclass(frozen=True)
-class Kernel:
+class KernelSource:
     """The kernel of a step.
 
     Attributes:
@@ -64,7 +64,7 @@ class Kernel:
     joins_heads: bool
 
 
-def generate(step: Step, exact: Collection[str]) -> Kernel:
+def generate(step: KernelStep, exact: Collection[str]) -> KernelSource:
     """Return the kernel of a step.
 
     Args:
@@ -78,7 +78,7 @@ def generate(step: Step, exact: Collection[str]) -> Kernel:
 
 
 @lru_cache(1024)
-def _generated(step: Step, exact: frozenset[str]) -> Kernel:
+def _generated(step: KernelStep, exact: frozenset[str]) -> KernelSource:
     return _Generator(step, exact).kernel()
 
 
@@ -104,7 +104,7 @@ class _Scope:
 
 
 class _Generator:
-    def __init__(self, step: Step, exact: Collection[str]) -> None:
+    def __init__(self, step: KernelStep, exact: Collection[str]) -> None:
         self.step, self.values = step, step.program.values
         self.lanes = find_lanes(step.program)
         self.sums = {name for name, form in self.lanes.roots.items() if form.startswith(ROWS)}
@@ -349,7 +349,7 @@ class _Generator:
             return f"write_short(arg.out{number}, {row}, l, {text});"
         return f"write_row<{exact}, {FORMS[key[1]]}>(arg.out{number}, {row}, l, {text});"
 
-    def kernel(self) -> Kernel:
+    def kernel(self) -> KernelSource:
         edge_stores, end_stores = list[str](), list[str]()
         for name, key, is_position in self._stores():
             if is_position:
@@ -364,7 +364,7 @@ class _Generator:
         fragments, head_values = self._planes()
         vectors = sum(self._is_fragment(form) for _, form in self.gathered)
         short = sum(prod(self.values[i].shape) for i, form in self.gathered if form == SHORT)
-        return Kernel(
+        return KernelSource(
             self.step.kind,
             text,
             self.lanes.heads,
@@ -419,7 +419,7 @@ class _Generator:
     def _assembled(self, edge_stores: list[str], adds: list[str], end_stores: list[str]) -> str:
         parameters = self._parameters()
         if len(parameters) > MAX_PARAMETERS:
-            raise Refusal(f"a step reads and writes {len(parameters)} arrays (at most {MAX_PARAMETERS})")
+            raise LoweringError(f"a step reads and writes {len(parameters)} arrays (at most {MAX_PARAMETERS})")
         lines = [
             *(['#include "relational/dropout.cuh"'] if self.seeds else []),
             f"#define STEP_PARAMETERS {', '.join(f'{kind} {name}' for kind, name in parameters)}",

@@ -13,14 +13,14 @@ from pyg_dfgnn.errors import check_device, check_dtype, check_shape, check_tenso
 from pyg_dfgnn.ir.domains import Domain, One
 from pyg_dfgnn.ir.pointwise import POINTWISE
 from pyg_dfgnn.ir.program import Program, Shape, Value
-from pyg_dfgnn.ir.rows import Rows
+from pyg_dfgnn.ir.rows import IndexSpace
 from pyg_dfgnn.reference.philox import dropout_factor
 
 EPSILON = 1e-16
 """Number that PyG adds to the sum of a softmax."""
 
 
-def interpret(program: Program, rows: Rows, inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def interpret(program: Program, rows: IndexSpace, inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Run a program.
 
     Args:
@@ -44,7 +44,7 @@ def interpret(program: Program, rows: Rows, inputs: Mapping[str, Tensor]) -> dic
 
 
 def run_values(
-    program: Program, rows: Rows, inputs: Mapping[str, Tensor], like: Tensor, exact: Collection[str] = ()
+    program: Program, rows: IndexSpace, inputs: Mapping[str, Tensor], like: Tensor, exact: Collection[str] = ()
 ) -> dict[str, Tensor]:
     """Run a program on tensors that need no check, with a row also on the domain of one row.
 
@@ -70,7 +70,7 @@ def run_values(
 
 
 def run_value(
-    value: Value, operands: list[tuple[Value, Tensor]], rows: Rows, like: Tensor, is_exact: bool = False
+    value: Value, operands: list[tuple[Value, Tensor]], rows: IndexSpace, like: Tensor, is_exact: bool = False
 ) -> Tensor:
     """Return the rows of a value that is no input.
 
@@ -83,7 +83,7 @@ def run_value(
     return (_run_exactly if is_exact else _run)(value, operands, rows, like)
 
 
-def check_inputs(program: Program, rows: Rows, inputs: Mapping[str, Tensor]) -> None:
+def check_inputs(program: Program, rows: IndexSpace, inputs: Mapping[str, Tensor]) -> None:
     """Check the inputs of a program.
 
     Raises:
@@ -101,7 +101,7 @@ def check_inputs(program: Program, rows: Rows, inputs: Mapping[str, Tensor]) -> 
         _check_input(value, rows, inputs[name], torch.int64 if value.is_seed else dtypes[0])
 
 
-def _check_input(value: Value, rows: Rows, tensor: Tensor, dtype: torch.dtype) -> None:
+def _check_input(value: Value, rows: IndexSpace, tensor: Tensor, dtype: torch.dtype) -> None:
     name, domain = value.attrs[0], value.domain
     if domain is not One:
         rows.index(domain, One)
@@ -112,7 +112,7 @@ def _check_input(value: Value, rows: Rows, tensor: Tensor, dtype: torch.dtype) -
     check_device(name, tensor, rows.device)
 
 
-def _run_exactly(value: Value, operands: list[tuple[Value, Tensor]], rows: Rows, like: Tensor) -> Tensor:
+def _run_exactly(value: Value, operands: list[tuple[Value, Tensor]], rows: IndexSpace, like: Tensor) -> Tensor:
     """Return a value in float32. Products of 16-bit numbers are exact there: tensor cores add them in float32."""
     if value.op == "linear" and like.is_cuda and value.domain is operands[0][0].domain:
         (_, x), (_, w) = operands
@@ -123,7 +123,7 @@ def _run_exactly(value: Value, operands: list[tuple[Value, Tensor]], rows: Rows,
         return _run(value, [(operand, tensor.float()) for operand, tensor in operands], rows, like.float())
 
 
-def _run(value: Value, operands: list[tuple[Value, Tensor]], rows: Rows, like: Tensor) -> Tensor:
+def _run(value: Value, operands: list[tuple[Value, Tensor]], rows: IndexSpace, like: Tensor) -> Tensor:
     op, attrs, domain = value.op, value.attrs, value.domain
     if op == "const":
         return like.new_full((1,), attrs[0])
@@ -169,14 +169,14 @@ def _run(value: Value, operands: list[tuple[Value, Tensor]], rows: Rows, like: T
     raise AssertionError(f"the operator {op!r} has no meaning")
 
 
-def _kept(value: Value, seed: Tensor, rows: Rows, like: Tensor) -> Tensor:
+def _kept(value: Value, seed: Tensor, rows: IndexSpace, like: Tensor) -> Tensor:
     domain, shape, p, stream = value.attrs
     numbers = torch.arange(rows.sizes[domain], device=rows.device)
     factor = dropout_factor(numbers, prod(shape), p, seed, stream).to(like.dtype).reshape(-1, *shape)
     return factor if value.domain is domain else factor.index_select(0, rows.index(value.domain, domain))
 
 
-def _stacked(value: Value, x: Tensor, rows: Rows) -> Tensor:
+def _stacked(value: Value, x: Tensor, rows: IndexSpace) -> Tensor:
     """One value of many rows as rows, or the other way round."""
     is_stack = value.op == "stack"
     need, have = (value.attrs[0], x.size(0)) if is_stack else (rows.sizes[value.domain], x.size(1))
@@ -185,7 +185,7 @@ def _stacked(value: Value, x: Tensor, rows: Rows) -> Tensor:
     return x[None] if is_stack else x.squeeze(0)
 
 
-def _gathered(value: Value, tensor: Tensor, domain: Domain, rows: Rows) -> Tensor:
+def _gathered(value: Value, tensor: Tensor, domain: Domain, rows: IndexSpace) -> Tensor:
     if value.domain is One and tensor.size(0) == 1:
         # The gradient is a sum in pairs then, rather than one addition after another.
         return tensor.expand(rows.sizes[domain], *tensor.shape[1:])
@@ -204,7 +204,7 @@ def _folded(tensor: Tensor, shape: Shape) -> Tensor:
     return (tensor.sum(sums, keepdim=True) if sums else tensor).reshape(tensor.size(0), *shape)
 
 
-def _by_weight(domain: Domain, weight: Domain, rows: Rows) -> list[tuple[int, Tensor]]:
+def _by_weight(domain: Domain, weight: Domain, rows: IndexSpace) -> list[tuple[int, Tensor]]:
     """The rows of a domain by the row of the weight that they read: pairs of that row and positions."""
     index = rows.index(domain, weight)
     counts = torch.bincount(index, minlength=rows.sizes[weight]).tolist()
@@ -212,7 +212,7 @@ def _by_weight(domain: Domain, weight: Domain, rows: Rows) -> list[tuple[int, Te
     return [(row, part) for row, part in enumerate(parts) if counts[row]]
 
 
-def _linear(value: Value, operands: list[tuple[Value, Tensor]], rows: Rows) -> Tensor:
+def _linear(value: Value, operands: list[tuple[Value, Tensor]], rows: IndexSpace) -> Tensor:
     """The maps of the rows that share a weight at a time, so that no weight is gathered per row."""
     (xv, x), (wv, w) = operands
     x = _gathered(xv, x, value.domain, rows)
@@ -241,7 +241,7 @@ def _multiplied(value: Value, x: Tensor, w: Tensor) -> Tensor:
     return (x.unsqueeze(-2) @ w).squeeze(-2) if is_vector else x @ w
 
 
-def _sum(value: Value, operands: list[tuple[Value, Tensor]], rows: Rows, like: Tensor) -> Tensor:
+def _sum(value: Value, operands: list[tuple[Value, Tensor]], rows: IndexSpace, like: Tensor) -> Tensor:
     domain, over = value.attrs
     x = _gathered(*operands[0], over, rows)
     if domain is One:
@@ -249,7 +249,7 @@ def _sum(value: Value, operands: list[tuple[Value, Tensor]], rows: Rows, like: T
     return x.new_zeros(rows.sizes[domain], *value.shape).index_add(0, rows.index(over, domain), x)
 
 
-def _max(value: Value, operands: list[tuple[Value, Tensor]], rows: Rows, like: Tensor) -> Tensor:
+def _max(value: Value, operands: list[tuple[Value, Tensor]], rows: IndexSpace, like: Tensor) -> Tensor:
     domain, over = value.attrs
     return _largest(_gathered(*operands[0], over, rows), rows.index(over, domain), rows.sizes[domain])
 
@@ -259,12 +259,12 @@ def _largest(x: Tensor, index: Tensor, size: int) -> Tensor:
     return x.new_zeros(size, *x.shape[1:]).scatter_reduce(0, index, x, "amax", include_self=False)
 
 
-def _count(value: Value, operands: list[tuple[Value, Tensor]], rows: Rows, like: Tensor) -> Tensor:
+def _count(value: Value, operands: list[tuple[Value, Tensor]], rows: IndexSpace, like: Tensor) -> Tensor:
     domain, over = value.attrs
     return torch.bincount(rows.index(over, domain), minlength=rows.sizes[domain]).clamp(min=1).to(like.dtype)
 
 
-def _outer(value: Value, operands: list[tuple[Value, Tensor]], rows: Rows, like: Tensor) -> Tensor:
+def _outer(value: Value, operands: list[tuple[Value, Tensor]], rows: IndexSpace, like: Tensor) -> Tensor:
     """The products of the rows of one sum at a time, so that no outer product per row exists."""
     domain, over = value.attrs
     x, y = (_padded(_gathered(*operand, over, rows), len(value.shape) - 1) for operand in operands)
@@ -279,7 +279,7 @@ def _outer(value: Value, operands: list[tuple[Value, Tensor]], rows: Rows, like:
     return out.index_add(0, torch.tensor([row for row, _ in parts], device=rows.device), sums)
 
 
-def _softmax(value: Value, operands: list[tuple[Value, Tensor]], rows: Rows, like: Tensor) -> Tensor:
+def _softmax(value: Value, operands: list[tuple[Value, Tensor]], rows: IndexSpace, like: Tensor) -> Tensor:
     domain, over = value.attrs
     index, x = rows.index(over, domain), _gathered(*operands[0], over, rows)
     most = _largest(x.detach(), index, rows.sizes[domain])

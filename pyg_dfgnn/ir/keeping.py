@@ -7,7 +7,7 @@ from math import prod
 
 from pyg_dfgnn.ir.costly import costly
 from pyg_dfgnn.ir.domains import FEW, Domain, E, One
-from pyg_dfgnn.ir.lanes import JOINS, MAX_JOINED, Refusal, folds, is_of_heads, joins_few, stored_row
+from pyg_dfgnn.ir.lanes import JOINS, MAX_JOINED, LoweringError, folds, is_of_heads, joins_few, stored_row
 from pyg_dfgnn.ir.narrow import find, is_of_numbers, is_wide, width_of
 from pyg_dfgnn.ir.program import RANGED, REDUCTIONS, Program
 
@@ -81,7 +81,7 @@ class Keeping:
         if is_of_numbers(self.values, i) or stored_row(self.values, i) is not None:
             return "inline"
         if value.op == "linear" and operands[1].domain is E and prod(operands[1].shape) > _MATRIX:
-            raise Refusal(f"%{i} = {value} : {value.domain}{list(value.shape)} reads a matrix for each edge")
+            raise LoweringError(f"%{i} = {value} : {value.domain}{list(value.shape)} reads a matrix for each edge")
         if value.op == "linear":
             is_dense = operands[1].domain is One and operands[0].domain is value.domain
             return "dense" if is_dense else "linear"
@@ -89,7 +89,7 @@ class Keeping:
             is_matrix = value.op == "matmul" and any(o.domain not in (One, value.domain) for o in operands)
             if value.domain is E or is_matrix:
                 why = "needs a matrix per row" if is_matrix else "moves numbers between the lanes of an edge"
-                raise Refusal(f"%{i} = {value} : {value.domain}{list(value.shape)} {why}")
+                raise LoweringError(f"%{i} = {value} : {value.domain}{list(value.shape)} {why}")
             return "dense"
         if prod(value.shape) == 1 and {self.kinds[arg] for arg in value.args} <= {"const", "static"}:
             return "static"

@@ -23,7 +23,7 @@ JOINS = ("inner", "fold", "largest")
 """Operators that join the numbers of a row: sums and the largest."""
 
 
-class Refusal(ValueError):
+class LoweringError(ValueError):
     """A value that no kernel computes; the message names it."""
 
 
@@ -66,9 +66,9 @@ def find_lanes(program: Program) -> Lanes:
     for heads, channels in _candidates(program):
         try:
             return _Inference(program, heads, channels).lanes()
-        except Refusal as refusal:
+        except LoweringError as refusal:
             reasons.append(str(refusal))
-    raise Refusal(reasons[-1] if reasons else f"the program {program.name} has no values")
+    raise LoweringError(reasons[-1] if reasons else f"the program {program.name} has no values")
 
 
 def _candidates(program: Program) -> Iterable[tuple[int, int]]:
@@ -107,15 +107,17 @@ class _Inference:
 
     def lanes(self) -> Lanes:
         if self.channels > MAX_CHANNELS:
-            raise Refusal(
+            raise LoweringError(
                 f"rows of {self.channels} channels in the program {self.program.name} (at most {MAX_CHANNELS})"
             )
         roots = {name: self._root(i) for name, i in self.program.outputs}
         return Lanes(self.heads, self.channels, tuple(self.args), self.args, roots)
 
-    def _refuse(self, i: int, why: str) -> Refusal:
+    def _refuse(self, i: int, why: str) -> LoweringError:
         value = self.program.values[i]
-        return Refusal(f"%{i} = {value} : {value.domain}{list(value.shape)} {why} (H={self.heads}, C={self.channels})")
+        return LoweringError(
+            f"%{i} = {value} : {value.domain}{list(value.shape)} {why} (H={self.heads}, C={self.channels})"
+        )
 
     def _root(self, i: int) -> str:
         refusals, before = [], dict(self.args)
@@ -133,12 +135,12 @@ class _Inference:
             if labels is not None:
                 try:
                     return self._demand(i, labels)
-                except Refusal as refusal:
+                except LoweringError as refusal:
                     refusals.append(refusal.with_traceback(None))
                     self.args = dict(before)
         try:
             return self._short(i)
-        except Refusal as refusal:
+        except LoweringError as refusal:
             refusals.append(refusal.with_traceback(None))
         # Not kept by a name: with its traceback it would keep the frames of all callers.
         raise refusals.pop(0)
@@ -240,7 +242,7 @@ class _Inference:
             before = dict(self.args)
             try:
                 forms = tuple(self._demand(arg, part) for arg, part in operands)
-            except Refusal as refusal:
+            except LoweringError as refusal:
                 refusals.append(refusal.with_traceback(None))
                 self.args = before
             else:

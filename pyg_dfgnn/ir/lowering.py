@@ -26,12 +26,12 @@ from math import prod
 from pyg_dfgnn.ir.decompose import decompose
 from pyg_dfgnn.ir.domains import FEW, Domain, E, One, U, V, determines
 from pyg_dfgnn.ir.keeping import Keeping
-from pyg_dfgnn.ir.lanes import Refusal, find_lanes, is_of_heads, lane_numbers
+from pyg_dfgnn.ir.lanes import LoweringError, find_lanes, is_of_heads, lane_numbers
 from pyg_dfgnn.ir.narrow import MAX_OUTER, is_wide
 from pyg_dfgnn.ir.patterns import statistic, weighted
 from pyg_dfgnn.ir.pointwise import COMPARISONS
 from pyg_dfgnn.ir.program import Builder, Program
-from pyg_dfgnn.ir.steps import Buffer, Lowered, Step
+from pyg_dfgnn.ir.steps import Buffer, KernelStep, Lowered
 from pyg_dfgnn.ir.unroll import unrolled
 
 MAX_SUMS = 56
@@ -63,7 +63,7 @@ def _lowered(program: Program, outputs: frozenset[str]) -> Lowered:
     for way, joins_apart in ways:
         try:
             return _Lowering(way, outputs, joins_apart).lowered()
-        except Refusal as refusal:
+        except LoweringError as refusal:
             refusals.append(refusal.with_traceback(None))
     # Not kept by a name: with its traceback it would keep the frames of all callers.
     raise refusals.pop(0)
@@ -142,7 +142,7 @@ class _Lowering(Keeping):
             elif todo:
                 rest = {i for i in todo if self._is_ready(i)}
                 if not rest:
-                    raise Refusal(f"nothing of the values {sorted(todo)} can be computed before the others")
+                    raise LoweringError(f"nothing of the values {sorted(todo)} can be computed before the others")
                 self._schedule_maps(part, rest)
             todo -= self.home.keys()
 
@@ -190,7 +190,7 @@ class _Lowering(Keeping):
             return False
         try:
             self._find_lanes(targets)
-        except Refusal:
+        except LoweringError:
             return False
         return True
 
@@ -342,7 +342,7 @@ class _Lowering(Keeping):
         position = {id(draft): n for n, draft in enumerate(order)}
         result = {self.base(i) for _, i in self.program.outputs}
         read: set[int] = set()
-        steps: dict[int, Step] = {}
+        steps: dict[int, KernelStep] = {}
         # From the end, so that what a step writes is what later ones read.
         for draft in reversed(order):
             self.home = {i: d for i, d in known.items() if d is None or position[id(d)] < position[id(draft)]}
@@ -352,7 +352,7 @@ class _Lowering(Keeping):
             program, reads = self._piece(draft.targets, writes)
             read |= reads
             names = tuple(self._name(i) for i in sorted(reads)), tuple(self._name(i) for i in sorted(writes))
-            steps[id(draft)] = Step(draft.kind, draft.domain, draft.over, *names, program)
+            steps[id(draft)] = KernelStep(draft.kind, draft.domain, draft.over, *names, program)
         parts = {part: tuple(steps[id(d)] for d in self.drafts[part] if id(d) in steps) for part in self.drafts}
         stored = {i for i in known if i in read | result}
         compared = self._compared(stored) - result

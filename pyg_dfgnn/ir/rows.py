@@ -34,7 +34,7 @@ class RowLists(Derived):
     """Lists of the rows of a graph, which the graph may keep: they do not keep the graph.
 
     Args:
-        graph: As for :class:`Rows`.
+        graph: As for :class:`IndexSpace`.
         types: Domain Ts or Td -> name and type of each node, where a program has the domain.
         num_types: Number of node types.
 
@@ -65,7 +65,7 @@ class RowLists(Derived):
         self._reset_streams()
 
 
-class Rows:
+class IndexSpace:
     """The domains of a graph, which they keep.
 
     Args:
@@ -121,7 +121,7 @@ class Rows:
         names = {S: "source_type", D: "target_type"}
         types: dict[str, Any] = {names[row]: type_of for (row, _), type_of in self.lists.types.items()}
         num_types = max((self.sizes[domain] for _, domain in self.lists.types), default=0)
-        return partial(Rows, **types, num_types=num_types), (self.graph,)
+        return partial(IndexSpace, **types, num_types=num_types), (self.graph,)
 
     def index(self, row: Domain, other: Domain) -> Tensor:
         """Return the row of `other` that each row of `row` determines, int64 [rows].

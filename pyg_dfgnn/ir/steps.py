@@ -32,7 +32,7 @@ class Buffer:
 
 
 @dataclass(frozen=True)
-class Step:
+class KernelStep:
     """One step.
 
     Attributes:
@@ -80,9 +80,9 @@ class Lowered:
     """
 
     name: str
-    static: tuple[Step, ...]
-    forward: tuple[Step, ...]
-    backward: tuple[Step, ...]
+    static: tuple[KernelStep, ...]
+    forward: tuple[KernelStep, ...]
+    backward: tuple[KernelStep, ...]
     buffers: Mapping[str, Buffer] = field(hash=False)
     outputs: Mapping[str, tuple[str, Shape]] = field(hash=False)
 

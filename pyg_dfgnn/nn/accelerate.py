@@ -180,7 +180,7 @@ def _counted(names: Iterable[str]) -> str:
     return ", ".join(f"{count} {kind}" for kind, count in sorted(kinds.items())) or "none"
 
 
-class Report(tuple[Row, ...]):
+class ModelReport(tuple[Row, ...]):
     """The layers of a model as rows; `str()` is a table."""
 
     def __str__(self) -> str:
@@ -190,7 +190,7 @@ class Report(tuple[Row, ...]):
         return "\n".join("  ".join(map(str.ljust, row, widths)).rstrip() for row in table)
 
 
-def report(model: torch.nn.Module) -> Report:
+def report(model: torch.nn.Module) -> ModelReport:
     """List the layers of a model: name, class, drop-in, compiled or left, and why.
 
     The reasons are those that hold for every call, and of compiled messages those of the last calls, which tell whether
@@ -205,7 +205,7 @@ def report(model: torch.nn.Module) -> Report:
     Raises:
         TypeError: `model` is not a module.
     """
-    return Report(row for _, row in _rows(_checked(model)))
+    return ModelReport(row for _, row in _rows(_checked(model)))
 
 
 def describe_plan(

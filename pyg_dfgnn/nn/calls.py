@@ -51,7 +51,7 @@ _of_kind: dict[str, list[int]] = {}
 _of_layer = OfLayers[list[int]](lambda: [0, 0, 0])
 
 
-class _Thread(threading.local):
+class _CurrentLayer(threading.local):
     """The innermost layer that this thread calls.
 
     Attributes:
@@ -63,7 +63,7 @@ class _Thread(threading.local):
     is_left = False
 
 
-_thread = _Thread()
+_thread = _CurrentLayer()
 
 
 def stats(model: torch.nn.Module | None = None) -> Stats:

@@ -18,7 +18,7 @@ from pyg_dfgnn.graph.ends import Part, PartitionedEdges
 FORMS = ("tensor", "EdgeIndex", "torch.sparse", "SparseTensor", "Graph")
 
 
-class Call(NamedTuple):
+class ConvCall(NamedTuple):
     """One forward call as the gate saw it.
 
     Attributes:
@@ -140,7 +140,7 @@ def with_weights(out: Tensor, adjacency: Adj, alpha: Tensor) -> tuple[Any, ...]:
 
 
 def resolve(
-    call: Call,
+    call: ConvCall,
     flow: str,
     fill_value: float | Tensor | str | None,
     edge_dim: int | None,

@@ -376,11 +376,11 @@ class FusedConv(Scripted, MessagePassing):
         sizes = f"{graph.num_src} sources, {graph.num_dst} targets, {graph.num_edges} edges"
         return Description(shown(self), (), problem, plan, sizes, graph.describe_bytes())
 
-    def _as_run(self, problem: Any, call: edges.Call, *args: Any, **kwargs: Any) -> tuple[Any, edges.Call]:
+    def _as_run(self, problem: Any, call: edges.ConvCall, *args: Any, **kwargs: Any) -> tuple[Any, edges.ConvCall]:
         """Return the problem and the call of a description as the forward takes them on these edges."""
         return problem, call
 
-    def _planned(self, problem: Any, call: edges.Call, *args: Any, **kwargs: Any) -> tuple[Graph, Any]:
+    def _planned(self, problem: Any, call: edges.ConvCall, *args: Any, **kwargs: Any) -> tuple[Graph, Any]:
         """Return the graph of a call without reasons, and what :meth:`_plan` says of it.
 
         Raises:
@@ -391,7 +391,7 @@ class FusedConv(Scripted, MessagePassing):
         assert isinstance(graph, Graph)
         return graph, self._plan(problem, graph)
 
-    def _call(self, *args: Any, **kwargs: Any) -> edges.Call:
+    def _call(self, *args: Any, **kwargs: Any) -> edges.ConvCall:
         """Return the gate's view of a forward call with these arguments."""
         raise NotImplementedError
 
@@ -415,7 +415,7 @@ class FusedConv(Scripted, MessagePassing):
         weights: bool = False,
         one_way: bool = False,
         reasons: Sequence[str] = (),
-    ) -> edges.Call:
+    ) -> edges.ConvCall:
         """Collect every reason to leave this call to PyG.
 
         Args:
@@ -444,16 +444,16 @@ class FusedConv(Scripted, MessagePassing):
         first, second = nodes
         x = first if first is not None else second
         if not _is_matrix(x) or not (second is x or second is None or _is_matrix(second)):
-            return edges.Call([*reasons, NO_MATRIX], (), edge_index, form)
+            return edges.ConvCall([*reasons, NO_MATRIX], (), edge_index, form)
         assert x is not None
         if is_plain and not compiling and lacks_kernels(x):
-            return edges.Call([NO_DEVICE], (), edge_index, form)
+            return edges.ConvCall([NO_DEVICE], (), edge_index, form)
         against = [*reasons, *module_reasons(self, compiling)]
         if form == "PartitionedGraph":
             raise TypeError(f"'edge_index' needs a model that pyg_dfgnn.distributed.wrap has returned (got a {form})")
         if form not in edges.FORMS:
             against.append(f"edge_index is a {form}")
-            return edges.Call(against, (), edge_index, form)
+            return edges.ConvCall(against, (), edge_index, form)
         if not compiling and isinstance(x, FakeTensor):
             against.append("x is a FakeTensor")
         device, flow = x.device, self.flow
@@ -506,7 +506,7 @@ class FusedConv(Scripted, MessagePassing):
         problem = *question, self._storage_dtype(x), device, edge_attr is not None, drops
         # Not through `reasons_on_device`: each function that a call enters costs the host.
         against += kernel_reasons(type(self), *problem) if device.type in fused_device_types else (NO_DEVICE,)
-        return edges.Call(
+        return edges.ConvCall(
             against, problem, edge_index, form, edge_attr, num_src or 0, num_dst or 0, self_loops, weights
         )
 
@@ -529,7 +529,7 @@ class FusedConv(Scripted, MessagePassing):
     _storage_dtype: Callable[[Tensor], torch.dtype] = staticmethod(storage_dtype)
     """Returns the dtype of the node features behind the linear layers."""
 
-    def _fall_back(self, call: edges.Call, x: Any, *args: Any, before: Sequence[Any] = (), **kwargs: Any) -> Any:
+    def _fall_back(self, call: edges.ConvCall, x: Any, *args: Any, before: Sequence[Any] = (), **kwargs: Any) -> Any:
         """Report the reasons of a call and return what PyG's forward makes of it.
 
         Args:
@@ -552,7 +552,7 @@ class FusedConv(Scripted, MessagePassing):
 
     def _edges(
         self,
-        call: edges.Call,
+        call: edges.ConvCall,
         fill_value: float | Tensor | str | None = None,
         edge_dim: int | None = None,
         measured: bool = False,
@@ -573,7 +573,7 @@ class FusedConv(Scripted, MessagePassing):
             graph = Graph.resolve(*key) if new is None else new
         return graph, None, edge_index
 
-    def _new_edges(self, call: edges.Call) -> Graph | None:
+    def _new_edges(self, call: edges.ConvCall) -> Graph | None:
         """Return the graph of edges that are too new to be measured; None where they are not, or where it cannot do."""
         if call.form != "tensor" or call.weights or torch.compiler.is_compiling():
             return None

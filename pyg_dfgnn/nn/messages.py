@@ -24,10 +24,10 @@ from pyg_dfgnn.fallback import NO_DEVICE, SMALL, report_fallback
 from pyg_dfgnn.frontend import Compiler, Region, captured
 from pyg_dfgnn.graph import Graph
 from pyg_dfgnn.ir.domains import E
-from pyg_dfgnn.ir.lanes import Refusal
+from pyg_dfgnn.ir.lanes import LoweringError
 from pyg_dfgnn.ir.lowering import Lowered, lower
 from pyg_dfgnn.ir.program import Program
-from pyg_dfgnn.ir.rows import Rows
+from pyg_dfgnn.ir.rows import IndexSpace
 from pyg_dfgnn.nn.drop_ins import MARK, Description, copied, shown
 from pyg_dfgnn.nn.edges import edges_in_flow
 from pyg_dfgnn.nn.gate import hooks_of
@@ -347,7 +347,7 @@ def standing(layer: Any) -> tuple[bool, list[str]]:
 
 def describe(layer: Any, device: torch.device | None, *args: Any, **kwargs: Any) -> Description:
     """Return what a copy of a layer would do with a call: the steps of its programs, or what was refused and where."""
-    runs: dict[tuple[int, tuple[str, ...]], tuple[Program, Rows, torch.dtype]] = {}
+    runs: dict[tuple[int, tuple[str, ...]], tuple[Program, IndexSpace, torch.dtype]] = {}
     has_grad = torch.is_grad_enabled()
     layer = copied(layer)
     for module in layer.modules():
@@ -355,7 +355,7 @@ def describe(layer: Any, device: torch.device | None, *args: Any, **kwargs: Any)
         for key in [key for key, hook in module._forward_pre_hooks.items() if hasattr(hook, "of_description")]:
             del module._forward_pre_hooks[key], module._forward_pre_hooks_with_kwargs[key]
 
-    def find(program: Program, rows: Rows, inputs: Mapping[str, Tensor], names: Sequence[str]) -> Any:
+    def find(program: Program, rows: IndexSpace, inputs: Mapping[str, Tensor], names: Sequence[str]) -> Any:
         runs[id(program), tuple(names)] = program, rows, dtype_of(inputs)
         backend = KERNELS if rows.device.type in fused_device_types else INTERPRETER
         return backend.find(program, rows, inputs, names)
@@ -393,7 +393,7 @@ def describe(layer: Any, device: torch.device | None, *args: Any, **kwargs: Any)
 
 
 def _plan(
-    program: Program, rows: Rows, dtype: torch.dtype, names: Sequence[str], device: torch.device, has_grad: bool
+    program: Program, rows: IndexSpace, dtype: torch.dtype, names: Sequence[str], device: torch.device, has_grad: bool
 ) -> tuple[str, Sequence[str]]:
     """Return the steps that a device would run for some outputs of a program, and what is in their way."""
     if device.type not in fused_device_types:
@@ -414,6 +414,6 @@ def lowered(
     program = Program(program.name, program.values, tuple((name, every[name]) for name in outputs))
     try:
         steps = lower(ALL_PASSES.run(program, sizes, tuple(wrt)), list(outputs))
-    except Refusal as refusal:
+    except LoweringError as refusal:
         return None, [str(refusal)]
     return steps, []

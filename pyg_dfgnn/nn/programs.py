@@ -8,8 +8,8 @@ from torch import Tensor
 
 from pyg_dfgnn.dispatch.traversal import storage_reasons
 from pyg_dfgnn.errors import UnsupportedError
-from pyg_dfgnn.ir import Domain, One, Rows
-from pyg_dfgnn.ir.lanes import Refusal
+from pyg_dfgnn.ir import Domain, IndexSpace, One
+from pyg_dfgnn.ir.lanes import LoweringError
 from pyg_dfgnn.ir.layers import Layer, layer_of
 from pyg_dfgnn.ir.lowering import lower
 from pyg_dfgnn.ir.passes import Passes
@@ -37,7 +37,7 @@ def reasons_of_problem(problem: RelationalProblem) -> list[str]:
 
 def run(
     layer: Layer,
-    rows: Rows | RowSet,
+    rows: IndexSpace | RowSet,
     inputs: Mapping[str, Tensor],
     dtype: torch.dtype,
     outputs: Sequence[str] | None = None,
@@ -70,7 +70,7 @@ def moved(
     return lower(Passes().run(program, sizes, wrt), dict(program.outputs)).moved(sizes)
 
 
-def explain(layer: Layer, rows: Rows, inputs: Mapping[str, Tensor], outputs: Sequence[str] | None = None) -> str:
+def explain(layer: Layer, rows: IndexSpace, inputs: Mapping[str, Tensor], outputs: Sequence[str] | None = None) -> str:
     """Return the program that runs on rows for these inputs, after all passes, and its steps, for reading.
 
     Raises:
@@ -82,7 +82,7 @@ def explain(layer: Layer, rows: Rows, inputs: Mapping[str, Tensor], outputs: Seq
     wrt = tuple(name for name, x in inputs.items() if x.requires_grad)
     try:
         steps = lower(Passes().run(program, rows.sizes, wrt), outputs)
-    except Refusal as refusal:
+    except LoweringError as refusal:
         raise UnsupportedError([str(refusal)]) from refusal
     return f"{Passes().run(program, rows.sizes)}\nsteps of {steps}"
 

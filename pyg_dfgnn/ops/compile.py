@@ -15,7 +15,7 @@ from torch import Tensor
 
 from pyg_dfgnn.graph import Graph
 from pyg_dfgnn.profiling import program
-from pyg_dfgnn.statements.op import FEATURES, Derived, Pass, Statement, Value
+from pyg_dfgnn.statements.op import FEATURES, Pass, Precomputed, Statement, TensorSpec
 
 _COUNTS = {"targets": "num_dst", "sources": "num_src", "edges": "num_edges"}
 """Attribute of a graph with the number of rows of a domain."""
@@ -43,14 +43,14 @@ class Shape:
     channels: int
     edge_channels: int
     present: frozenset[str]
-    derive: Callable[[Derived], Callable[[Tensor], Tensor]]
+    derive: Callable[[Precomputed], Callable[[Tensor], Tensor]]
 
-    def row(self, value: Value, groups: int = 1) -> tuple[int, ...]:
+    def row(self, value: TensorSpec, groups: int = 1) -> tuple[int, ...]:
         """Return the shape of one row of a value; `groups` counts groups of heads."""
         letters: dict[Any, Any] = {"H": self.heads, "C": self.channels, "D": self.edge_channels, "G": groups}
         return tuple(letters.get(letter, letter) for letter in value.shape)
 
-    def sizes(self, value: Value, graph: Graph) -> tuple[int, ...]:
+    def sizes(self, value: TensorSpec, graph: Graph) -> tuple[int, ...]:
         """Return the shape of a value on a graph, without partial results of thread blocks."""
         first = () if value.domain == "whole" else (count_of(graph, value.domain),)
         return *first, *self.row(value)
@@ -125,7 +125,7 @@ class _Passes(Text):
         self.shape, self.flags, self.statement = shape, flags, shape.statement
         self.arguments |= {number.name: f"float({number.name})" for number in self.statement.numbers}
 
-    def allocate(self, value: Value, near: str, run: Any = None) -> None:
+    def allocate(self, value: TensorSpec, near: str, run: Any = None) -> None:
         """Allocate a value that a pass writes.
 
         Args:

@@ -23,9 +23,9 @@ from pyg_dfgnn.ops.function import (
     INFER,
     STATS,
     TRAIN,
-    Call,
     EdgeValue,
-    Program,
+    OpCall,
+    ProgramName,
     apply_fused,
     ops,
     run_program,
@@ -37,11 +37,11 @@ from pyg_dfgnn.ops.graph import may_run_again, unmeasured_graph
 from pyg_dfgnn.ops.prepared import PreparedOp, PreparedPass, plans_of, present_of, recall, remember
 from pyg_dfgnn.reference.philox import dropout_factor
 from pyg_dfgnn.settings import Settings, current
-from pyg_dfgnn.statements.op import FEATURES, Derived, Statement, Value
+from pyg_dfgnn.statements.op import FEATURES, Precomputed, Statement, TensorSpec
 
 Edges = Graph | EdgeSet
 FEATURE_DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
-_known_program = cache(Program.of)
+_known_program = cache(ProgramName.of)
 _COMPILED_VISITS = 16
 """Calls of a compiled program with the same edges, after which its next one measures the graph."""
 _LETTERS = {"targets": "N_dst", "sources": "N_src", "edges": "E"}
@@ -69,7 +69,7 @@ class Op:
         derive: Makes the function that computes a derived argument from its source, of (derived, problem).
         optional: Returns the flags of values that the forward pass of a problem leaves beyond those that it must, from
             (problem, graph, settings); with no graph, those that it may be asked to leave while torch.compile traces.
-        again: Returns, of (:class:`~pyg_dfgnn.ops.function.Call`, inputs by name, gradients of the outputs), the
+        again: Returns, of (:class:`~pyg_dfgnn.ops.function.OpCall`, inputs by name, gradients of the outputs), the
             gradient of each input that needs one by kernels that have derivatives, or None where none do.
     """
 
@@ -77,7 +77,7 @@ class Op:
     family: Family
     problem: Callable[[Mapping[str, Any], Mapping[str, float], int, int], Any]
     prepare: Callable[[Any, str, Any, Graph, frozenset[str]], PreparedPass]
-    derive: Callable[[Derived, Any], Callable[[Tensor], Tensor]] | None = None
+    derive: Callable[[Precomputed, Any], Callable[[Tensor], Tensor]] | None = None
     optional: Callable[[Any, Graph | None, Settings], frozenset[str]] = lambda *_: frozenset()
     again: Callable[..., Mapping[str, Tensor] | None] = lambda *_: None
 
@@ -167,7 +167,7 @@ class Op:
         assert isinstance(graph, Graph)
         exact = exact and known.keeps_exact and not with_edge_value
         if needs_grad(tensors):
-            result = apply_fused(Call(known, graph, numbers, concat, shared, with_edge_value, exact), *tensors)
+            result = apply_fused(OpCall(known, graph, numbers, concat, shared, with_edge_value, exact), *tensors)
             if not with_edge_value:
                 return result
         else:
@@ -271,7 +271,7 @@ class Op:
         return prepared
 
     def program(
-        self, program: Program, graph: Graph, inputs: Sequence[Tensor | None], numbers: Sequence[float]
+        self, program: ProgramName, graph: Graph, inputs: Sequence[Tensor | None], numbers: Sequence[float]
     ) -> Callable[..., Any]:
         """Return the function of a traced program on a graph."""
         count = len(self.statement.inputs)
@@ -316,11 +316,11 @@ class Op:
     def reads_outputs(self, name: str) -> bool:
         """Return whether backward reads the outputs of a traced program, and not exact ones that it keeps."""
         exact = self.statement.exact_outputs[:1]
-        return not (exact and exact[0] in self.statement.kept(Program.of(name).flags))
+        return not (exact and exact[0] in self.statement.kept(ProgramName.of(name).flags))
 
     def backward(self, name: str, present: Sequence[bool], needed: Sequence[bool]) -> tuple[str, list[int]]:
         """Return the backward program of a traced one, and the input that each of its results is the gradient of."""
-        program = Program.of(name).backward
+        program = ProgramName.of(name).backward
         if present[self.edge_place] and needed[self.edge_place]:
             program = program._replace(flags=program.flags | {"edge_grad"})
         names = self.gradient_names(program.flags, present)
@@ -330,7 +330,7 @@ class Op:
         self, name: str, anchors: Sequence[Tensor], sizes: Sequence[Any], inputs: Sequence[Tensor | None]
     ) -> list[Tensor]:
         """Return empty results of the shapes and dtypes that the statement gives a traced program."""
-        program, statement = Program.of(name), self.statement
+        program, statement = ProgramName.of(name), self.statement
         by_name = dict(zip(statement.input_names, inputs, strict=False))
         value = by_name["value"]
         assert value is not None
@@ -342,7 +342,7 @@ class Op:
             like: list[Any] = [by_name[each] for each in names]
             return [torch.empty_like(each, memory_format=torch.contiguous_format) for each in like]
 
-        def empty(stated: Value) -> Tensor:
+        def empty(stated: TensorSpec) -> Tensor:
             edges: Any = anchors[0].shape[1]
             if stated.domain == "edges" and program.loops:
                 edges = torch.library.get_ctx().new_dynamic_size()
@@ -407,7 +407,7 @@ class Op:
 
     def _check_input(
         self,
-        value: Value,
+        value: TensorSpec,
         tensor: Tensor,
         device: torch.device,
         sizes: Mapping[str, int | None],
@@ -517,7 +517,7 @@ class Op:
         flags |= {name for name, is_on in (("shared", shared), ("concat", concat)) if is_on}
         # The length of a range is a constant to torch.compile, as what is in a name has to be.
         heads = len(range(call.heads))
-        program = Program(self.statement.name, "forward", heads, loops, transposed, frozenset(flags))
+        program = ProgramName(self.statement.name, "forward", heads, loops, transposed, frozenset(flags))
         results = run_traced(program.name, [anchor], [num_src, num_dst], numbers, tensors)
         out = self._outputs(results)
         if not with_edge_value:

@@ -15,7 +15,7 @@ from pyg_dfgnn.ops.compile import count_of
 from pyg_dfgnn.ops.eager import apply_of, differentiable, differentiated, tell_of_torch
 
 
-class Call(NamedTuple):
+class OpCall(NamedTuple):
     """One eager call of an op.
 
     Attributes:
@@ -79,7 +79,7 @@ class Fused(Function):
     """A fused op on a graph at hand: (call, inputs) to the outputs, and to what is kept if the call asks for it."""
 
     @staticmethod
-    def forward(ctx: Any, call: Call, *tensors: Tensor | None) -> Any:
+    def forward(ctx: Any, call: OpCall, *tensors: Tensor | None) -> Any:
         prepared, graph, numbers, concat, shared, returns_kept, exact = call
         results = prepared.forward(TRAIN, concat, shared, graph)(graph, *tensors, *numbers)
         count = prepared.num_outputs
@@ -154,7 +154,7 @@ class EdgeValue(Function):
 # Tracing ------------------------------------------------------------------------------------------------------------
 
 
-class Program(NamedTuple):
+class ProgramName(NamedTuple):
     """A group of passes in a variant, as its name spells it.
 
     Attributes:
@@ -180,15 +180,15 @@ class Program(NamedTuple):
         return f"{self.op}:{self.group}:{where}:{','.join(sorted(self.flags))}"
 
     @staticmethod
-    def of(name: str) -> "Program":
+    def of(name: str) -> "ProgramName":
         """Read the text."""
         op, group, heads, loops, transposed, flags = name.split(":")
-        return Program(
+        return ProgramName(
             op, group, int(heads), loops == "1", transposed == "1", frozenset(filter(None, flags.split(",")))
         )
 
     @property
-    def backward(self) -> "Program":
+    def backward(self) -> "ProgramName":
         """The backward passes after this forward pass."""
         return self._replace(group="backward")
 
@@ -329,7 +329,7 @@ class Traced(Function):
 
 
 def run_program(
-    program: Program,
+    program: ProgramName,
     anchor: Tensor,
     num_src: int,
     num_dst: int,

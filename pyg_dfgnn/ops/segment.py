@@ -20,7 +20,7 @@ from pyg_dfgnn.graph import EdgeSet, Graph
 from pyg_dfgnn.graph.adjacency import outside_capture
 from pyg_dfgnn.ir.segment import SUM_OF
 from pyg_dfgnn.ops.core import Edges, Op, check_graph
-from pyg_dfgnn.ops.function import Call, makers
+from pyg_dfgnn.ops.function import OpCall, makers
 from pyg_dfgnn.ops.prepared import PreparedPass
 from pyg_dfgnn.ops.relational.program import gradients
 from pyg_dfgnn.ops.traversal import NodeKernel, NodeLaunch, TraversalLaunch
@@ -114,7 +114,7 @@ def _op_of(message: str, stats: tuple[str, ...], self_loops: bool) -> Op:
 
 
 def _again(
-    message: str, stats: tuple[str, ...], self_loops: bool, call: Call, inputs: Mapping[str, Any], grad: Tensor
+    message: str, stats: tuple[str, ...], self_loops: bool, call: OpCall, inputs: Mapping[str, Any], grad: Tensor
 ) -> dict[str, Tensor] | None:
     """Return the gradients of sums and means by programs, or None (:attr:`Op.again`)."""
     source_scale, target_scale, inverse_degree = map(inputs.get, ("source_scale", "target_scale", "inverse_degree"))

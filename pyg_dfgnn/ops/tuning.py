@@ -15,7 +15,7 @@ from pyg_dfgnn.graph import Graph
 from pyg_dfgnn.ops.compile import Shape, compile_group
 from pyg_dfgnn.runtime import launcher
 from pyg_dfgnn.settings import Settings
-from pyg_dfgnn.statements.op import FEATURES, Value
+from pyg_dfgnn.statements.op import FEATURES, TensorSpec
 
 _logger = logging.getLogger("pyg_dfgnn")
 
@@ -135,7 +135,7 @@ def measure(
     return seconds
 
 
-def _zeros(shape: Shape, value: Value, problem: Any, graph: Graph) -> Tensor:
+def _zeros(shape: Shape, value: TensorSpec, problem: Any, graph: Graph) -> Tensor:
     dtype = problem.dtype if value.dtype == FEATURES else getattr(torch, value.dtype)
     return torch.zeros(shape.sizes(value, graph), dtype=dtype, device=problem.device)
 

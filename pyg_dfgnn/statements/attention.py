@@ -15,7 +15,7 @@ Edges may have rows a [E, D] that all heads share, as further channels of the sc
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from pyg_dfgnn.statements.op import Derived, Gradient, Number, Pass, Statement, Value
+from pyg_dfgnn.statements.op import Gradient, Number, Pass, Precomputed, Statement, TensorSpec
 from pyg_dfgnn.statements.score import Score
 
 _INPUTS = ("target", "key", "value", "target_scalars", "source_scalars", "parameter", "edge", "seed")
@@ -58,7 +58,7 @@ def statement_of(
     """
     edge_shape: tuple[str, ...] = ("D",) if edge_rows else ("H", "C") if score.edge == "vector" else ("H",)
     inputs = [
-        Value(
+        TensorSpec(
             name,
             "edges" if name == "edge" else "whole" if name in ("parameter", "seed") else f"{side}s",
             shape,
@@ -80,11 +80,11 @@ def statement_of(
     ]
     norms = score.node_scalars == "inverse_norm"
     inputs = [value for value in inputs if not (norms and value.name.endswith("_scalars"))]
-    derived: tuple[Derived, ...] = ()
+    derived: tuple[Precomputed, ...] = ()
     if norms:
         derived = (
-            Derived(Value("source_scalars", "sources", ("H",), "float32"), "value"),
-            Derived(Value("target_scalars", "targets", ("H",), "float32"), "target", twin="source_scalars"),
+            Precomputed(TensorSpec("source_scalars", "sources", ("H",), "float32"), "value"),
+            Precomputed(TensorSpec("target_scalars", "targets", ("H",), "float32"), "target", twin="source_scalars"),
         )
     return Statement(
         name=f"attention/{score.name}" + ("/edge_rows" if edge_rows else ""),
@@ -94,24 +94,24 @@ def statement_of(
             Number("slope", labels.get("slope", "slope" if "slope" in score.numbers else ""), example=0.2),
             Number("dropout", "dropout_p", 0.0, 1.0, 0.5),
         ),
-        output=Value("out", "targets", ("H", "C")),
-        beside=(Value("edge_out", "targets", ("H", "D")),) if edge_rows else (),
+        output=TensorSpec("out", "targets", ("H", "C")),
+        beside=(TensorSpec("edge_out", "targets", ("H", "D")),) if edge_rows else (),
         saved=(
-            Value("row_stats", "targets", ("H", 2), "float32", when="stats"),
+            TensorSpec("row_stats", "targets", ("H", 2), "float32", when="stats"),
             *(
-                (Value("dout_dlogit", "targets", ("H", "C"), "float32", when="dout_dlogit"),)
+                (TensorSpec("dout_dlogit", "targets", ("H", "C"), "float32", when="dout_dlogit"),)
                 if score.saves_dout_dlogit
                 else ()
             ),
-            Value("out_fp32", "targets", ("H", "C"), "float32", when="exact"),
-            *((Value("edge_out_fp32", "targets", ("H", "D"), "float32", when="exact"),) if edge_rows else ()),
+            TensorSpec("out_fp32", "targets", ("H", "C"), "float32", when="exact"),
+            *((TensorSpec("edge_out_fp32", "targets", ("H", "D"), "float32", when="exact"),) if edge_rows else ()),
         ),
         forward=(FORWARD,),
         backward=(TARGETS, SOURCES),
         gradients=tuple(_gradients(score, edge_rows)),
-        scratch=(Value("bwd_row_stats", "targets", ("H", 4), "float32"),),
+        scratch=(TensorSpec("bwd_row_stats", "targets", ("H", 4), "float32"),),
         edge_pass=WEIGHTS,
-        edge_value=Value("weights", "edges", ("H",), "float32"),
+        edge_value=TensorSpec("weights", "edges", ("H",), "float32"),
         derived=derived,
         exact_outputs=("out_fp32", "edge_out_fp32") if edge_rows else ("out_fp32",),
         reference=reference,
@@ -141,23 +141,23 @@ def _edge_dtype(score: Score) -> str:
 
 def _gradients(score: Score, edge_rows: bool) -> list[Gradient]:
     """Return the gradients that the kernels of a score write."""
-    gradients = [Gradient("value", Value("grad_value", "sources", like="value"))]
+    gradients = [Gradient("value", TensorSpec("grad_value", "sources", like="value"))]
     if score.target:
-        gradients.append(Gradient("target", Value("grad_target", "targets", like="target")))
+        gradients.append(Gradient("target", TensorSpec("grad_target", "targets", like="target")))
     if score.key:
-        gradients.append(Gradient("key", Value("grad_key", "sources", like="key")))
+        gradients.append(Gradient("key", TensorSpec("grad_key", "sources", like="key")))
     if score.node_scalars == "input":
         name = "grad_parameter_rows" if score.target else "grad_target"
-        gradients.append(Gradient("target_scalars", Value(name, "targets", like="target_scalars")))
-        gradients.append(Gradient("source_scalars", Value("grad_source", "sources", like="source_scalars")))
+        gradients.append(Gradient("target_scalars", TensorSpec(name, "targets", like="target_scalars")))
+        gradients.append(Gradient("source_scalars", TensorSpec("grad_source", "sources", like="source_scalars")))
     if score.parameter == () and "parameter" in score.gradients:
-        gradients.append(Gradient("parameter", Value("grad_parameter_rows", "targets", ("H",), "float32"), "all"))
+        gradients.append(Gradient("parameter", TensorSpec("grad_parameter_rows", "targets", ("H",), "float32"), "all"))
     elif score.parameter is not None and "parameter" in score.gradients:
-        value = Value("grad_parameter_blocks", "blocks", dtype="float32", like="parameter")
+        value = TensorSpec("grad_parameter_blocks", "blocks", dtype="float32", like="parameter")
         gradients.append(Gradient("parameter", value, "rows"))
     if edge_rows:
-        gradients.append(Gradient("edge", Value("grad_edge", "edges", ("G", "D")), "groups", when="edge_grad"))
-        gradients.append(Gradient("edge_target", Value("grad_edge_target", "targets", like="edge_target")))
+        gradients.append(Gradient("edge", TensorSpec("grad_edge", "edges", ("G", "D")), "groups", when="edge_grad"))
+        gradients.append(Gradient("edge_target", TensorSpec("grad_edge_target", "targets", like="edge_target")))
     elif score.edge is not None:
-        gradients.append(Gradient("edge", Value("grad_edge", "edges", like="edge"), when="edge_grad"))
+        gradients.append(Gradient("edge", TensorSpec("grad_edge", "edges", like="edge"), when="edge_grad"))
     return gradients

@@ -19,7 +19,7 @@ FEATURES = "features"
 
 
 @dataclass(frozen=True)
-class Value:
+class TensorSpec:
     """One tensor that an op reads, writes or keeps.
 
     Attributes:
@@ -71,7 +71,7 @@ class Number:
 
 
 @dataclass(frozen=True)
-class Derived:
+class Precomputed:
     """A kernel argument that is computed from an input before the first pass, unless that pass computes it itself.
 
     Attributes:
@@ -80,7 +80,7 @@ class Derived:
         twin: The derived argument that it equals where target and value are one tensor.
     """
 
-    value: Value
+    value: TensorSpec
     source: str
     twin: str = ""
 
@@ -98,7 +98,7 @@ class Gradient:
     """
 
     input: str
-    value: Value
+    value: TensorSpec
     reduce: str = ""
     when: str = ""
 
@@ -145,23 +145,23 @@ class Statement:
     """
 
     name: str
-    inputs: tuple[Value, ...]
+    inputs: tuple[TensorSpec, ...]
     numbers: tuple[Number, ...]
-    output: Value
-    saved: tuple[Value, ...]
+    output: TensorSpec
+    saved: tuple[TensorSpec, ...]
     forward: tuple[Pass, ...]
     backward: tuple[Pass, ...]
     gradients: tuple[Gradient, ...]
     reference: Callable[..., Any]
-    beside: tuple[Value, ...] = ()
-    scratch: tuple[Value, ...] = ()
+    beside: tuple[TensorSpec, ...] = ()
+    scratch: tuple[TensorSpec, ...] = ()
     edge_pass: Pass | None = None
-    edge_value: Value | None = None
-    derived: tuple[Derived, ...] = ()
+    edge_value: TensorSpec | None = None
+    derived: tuple[Precomputed, ...] = ()
     exact_outputs: tuple[str, ...] = ()
 
     @cached_property
-    def values(self) -> Mapping[str, Value]:
+    def values(self) -> Mapping[str, TensorSpec]:
         """All values by name."""
         every = (*self.inputs, *self.outputs, *self.saved, *self.scratch, *(each.value for each in self.derived))
         grads = (gradient.value for gradient in self.gradients)
@@ -169,7 +169,7 @@ class Statement:
         return {value.name: value for value in (*every, *grads, *edge)}
 
     @property
-    def outputs(self) -> tuple[Value, ...]:
+    def outputs(self) -> tuple[TensorSpec, ...]:
         """All outputs."""
         return self.output, *self.beside
 

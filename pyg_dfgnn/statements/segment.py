@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pyg_dfgnn.statements.op import FEATURES, Gradient, Pass, Statement, Value
+from pyg_dfgnn.statements.op import FEATURES, Gradient, Pass, Statement, TensorSpec
 
 STATS = ("sum", "mean", "max", "min", "var", "std", "mul")
 """Statistics that kernels compute; those of ``SUMS`` are scaled, the others are not."""
@@ -120,40 +120,40 @@ def statement_of(message: Message, stats: Sequence[str], self_loops: bool = Fals
     edge_shape, edge_dtype = EDGE_SHAPES[message.edge], "float32" if message.edge == "scalar" else FEATURES
     has_layer = message.edge == "row"
     inputs = (
-        Value("target", "targets", ("C",), needed=message.target),
-        Value("key", "sources", ("C",), needed=message.key),
-        Value("value", "sources", ("C",), label="x", needed=True),
-        Value("edge", "edges", edge_shape, edge_dtype, needed=message.edge is not None),
-        Value("source_scale", "sources", (), "float32"),
-        Value("target_scale", "targets", (), "float32"),
-        Value("inverse_degree", "targets", (), "float32", needed=bool(has(AVERAGES))),
-        Value("lin_weight", "whole", ("D", "C"), "float32", needed=has_layer),
-        Value("lin_bias", "whole", ("C",), "float32", needed=has_layer),
+        TensorSpec("target", "targets", ("C",), needed=message.target),
+        TensorSpec("key", "sources", ("C",), needed=message.key),
+        TensorSpec("value", "sources", ("C",), label="x", needed=True),
+        TensorSpec("edge", "edges", edge_shape, edge_dtype, needed=message.edge is not None),
+        TensorSpec("source_scale", "sources", (), "float32"),
+        TensorSpec("target_scale", "targets", (), "float32"),
+        TensorSpec("inverse_degree", "targets", (), "float32", needed=bool(has(AVERAGES))),
+        TensorSpec("lin_weight", "whole", ("D", "C"), "float32", needed=has_layer),
+        TensorSpec("lin_bias", "whole", ("C",), "float32", needed=has_layer),
     )
-    gradients = [Gradient("value", Value("grad_value", "sources", ("C",)))]
+    gradients = [Gradient("value", TensorSpec("grad_value", "sources", ("C",)))]
     if message.target:
-        gradients.append(Gradient("target", Value("grad_target", "targets", like="target")))
+        gradients.append(Gradient("target", TensorSpec("grad_target", "targets", like="target")))
     if message.key:
-        gradients.append(Gradient("key", Value("grad_key", "sources", like="key")))
+        gradients.append(Gradient("key", TensorSpec("grad_key", "sources", like="key")))
     if message.edge is not None:
-        gradients.append(Gradient("edge", Value("grad_edge", "edges", edge_shape, edge_dtype), when="edge_grad"))
+        gradients.append(Gradient("edge", TensorSpec("grad_edge", "edges", edge_shape, edge_dtype), when="edge_grad"))
     if has_layer:
-        gradients.append(Gradient("lin_weight", Value("weight_sums", "blocks", ("D", "C"), "float32"), "rows"))
-        gradients.append(Gradient("lin_bias", Value("bias_sums", "blocks", ("C",), "float32"), "rows"))
-    saved = [Value(f"arg_{stat}", "targets", ("C",), "int16", when="args") for stat in extremes]
+        gradients.append(Gradient("lin_weight", TensorSpec("weight_sums", "blocks", ("D", "C"), "float32"), "rows"))
+        gradients.append(Gradient("lin_bias", TensorSpec("bias_sums", "blocks", ("C",), "float32"), "rows"))
+    saved = [TensorSpec(f"arg_{stat}", "targets", ("C",), "int16", when="args") for stat in extremes]
     wide = [f"num_{stat}" for stat in extremes] + ["center"] * has_moments + ["others"] * ("mul" in stats)
-    saved += [Value(name, "targets", ("C",), "float32", when="args") for name in wide]
+    saved += [TensorSpec(name, "targets", ("C",), "float32", when="args") for name in wide]
     return Statement(
         name=f"segment/{message.name}/{'+'.join(stats)}{'/self_loops' * self_loops}",
         inputs=inputs,
         numbers=(),
-        output=Value("out", "targets", ("C",) if len(stats) == 1 else (len(stats), "C")),
+        output=TensorSpec("out", "targets", ("C",) if len(stats) == 1 else (len(stats), "C")),
         saved=tuple(saved),
         forward=(FORWARD,),
         backward=(targets, sources) if message.target or has_moments else (sources,),
         gradients=tuple(gradients),
         reference=partial(_reference, message, stats, self_loops),
-        scratch=tuple(Value(name, "targets", ("C",), "float32") for name in ("slope", "offset") if has_moments),
+        scratch=tuple(TensorSpec(name, "targets", ("C",), "float32") for name in ("slope", "offset") if has_moments),
     )
 
 

@@ -80,7 +80,7 @@ def absolute_error(out: Tensor, y: Tensor, *, counts: Tensor | None = None) -> T
     return ((out.float().squeeze(1) - value).abs() * weight).sum() / total
 
 
-class Score:
+class MetricAccumulator:
     """Loss and metric over batches, kept on the device until they are read.
 
     Metrics are computed over the whole split, so they do not depend on the batch size; the published benchmark of
@@ -116,7 +116,7 @@ class Score:
         if self.kind == "roc_auc":
             self.margins.append((logits.detach()[:, 1].float() - logits.detach()[:, 0].float(), y.clone()))
 
-    def gather(self, group: Group) -> Score:
+    def gather(self, group: Group) -> MetricAccumulator:
         """Add the batches of the other processes and return this score."""
         self.loss_sum, self.confusion = group.sum(self.loss_sum), group.sum(self.confusion)
         if self.margins:

@@ -41,7 +41,7 @@ from pyg_dfgnn.training.loaders import (
     whole_graph,
 )
 from pyg_dfgnn.training.loggers import LogRow, check_loggers
-from pyg_dfgnn.training.metrics import ErrorScore, RankScore, Score
+from pyg_dfgnn.training.metrics import ErrorScore, MetricAccumulator, RankScore
 from pyg_dfgnn.training.report import write_rows
 from pyg_dfgnn.training.step import PRECISIONS, check_captured, make_step
 
@@ -472,12 +472,12 @@ class Trainer:
         torch._foreach_copy_(list(best.values()), list(live.values()))
         return best
 
-    def _score(self) -> Score | RankScore | ErrorScore:
+    def _score(self) -> MetricAccumulator | RankScore | ErrorScore:
         if self.task.is_of_values:
             return ErrorScore(self.task.scale, self.device)
         if self.task.metric == "mrr":
             return RankScore(self.device)
-        return Score(self.task.num_classes, self.task.metric, self.device)
+        return MetricAccumulator(self.task.num_classes, self.task.metric, self.device)
 
     def _is_better(self, value: float, best: float) -> bool:
         # A metric may be undefined in an epoch.

@@ -27,7 +27,7 @@ _OF_BATCHES = ("batch", "ptr", "input_id", "num_sampled_nodes")
 
 
 @dataclass(frozen=True)
-class Report:
+class ReorderReport:
     """Cost and effect of one reordering.
 
     Attributes:
@@ -81,7 +81,7 @@ class Reorder(BaseTransform):
         check_method(method)
         check_integer("cache_rows", cache_rows, 1)
         self.method, self.cache_rows = method, cache_rows
-        self.report: Report | None = None
+        self.report: ReorderReport | None = None
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}(method={self.method!r})"
@@ -106,7 +106,7 @@ class Reorder(BaseTransform):
         cost_s = time.perf_counter() - started
         before = self._misses(edge_index, num_nodes)
         data.update(moved)
-        self.report = Report(self.method, cost_s, before, self._misses(_edge_index(data, num_nodes), num_nodes))
+        self.report = ReorderReport(self.method, cost_s, before, self._misses(_edge_index(data, num_nodes), num_nodes))
         return data
 
     def _misses(self, edge_index: Tensor, num_nodes: int) -> float:

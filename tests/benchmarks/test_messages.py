@@ -7,7 +7,15 @@ import pytest
 from benchmarks import run
 from benchmarks.case import forward_backward
 from benchmarks.cases import case_of
-from benchmarks.cases.messages import IMPLEMENTATIONS, LAYERS, Compiled, CompiledPyG, HandWritten, MessageCase, PyG
+from benchmarks.cases.messages import (
+    IMPLEMENTATIONS,
+    LAYERS,
+    Compiled,
+    CompiledPyGMessages,
+    HandWritten,
+    MessageCase,
+    PyGMessages,
+)
 from benchmarks.experiment import Experiment
 from benchmarks.graphs import benchmark_graph
 from benchmarks.prepare import rounded_problem
@@ -26,7 +34,7 @@ def test_implementations_agree_with_float64(op):
     graph, case = benchmark_graph("e", "cpu", small=True), case_of(op, "16")
     inputs, grad_out = rounded_problem(case, graph, ["float32"])
     expected, fused = case.reference(graph, inputs, grad_out), []
-    for kind in (Compiled(), HandWritten(), PyG(), *([CompiledPyG("eager")] if op == "le" else [])):
+    for kind in (Compiled(), HandWritten(), PyGMessages(), *([CompiledPyGMessages("eager")] if op == "le" else [])):
         if reasons := kind.reasons(case, graph):
             assert reasons == [f"there is no drop-in for {case.layer}"]
             continue

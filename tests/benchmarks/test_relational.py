@@ -15,32 +15,32 @@ from benchmarks.cases import case_of
 from benchmarks.cases.relational.case import LAYERS, Edges
 from benchmarks.cases.relational.implementations import (
     IMPLEMENTATIONS,
-    CompiledPyG,
+    CompiledPyGRelational,
     Fasten,
     FastPyG,
     Hector,
     HectorCompact,
     HectorReordered,
     Ours,
-    PyG,
+    PyGRelational,
 )
 from benchmarks.experiment import Experiment
 from benchmarks.graphs import RECIPES, benchmark_graph, compare_with_recipe, compressed, recipe_of
 from benchmarks.prepare import in_force
 from pyg_dfgnn.datasets.files import SEARCH
-from pyg_dfgnn.ir import E, Program, Rows, U, V
+from pyg_dfgnn.ir import E, IndexSpace, Program, U, V
 from pyg_dfgnn.ir.layers import rgat
 from pyg_dfgnn.reference.tolerances import tolerance
 from tests.benchmarks.quick import QUICK, composed, graph_of, layers_in, results
 from tests.kernels.emulated import emulated_device
 
-KINDS = [Ours(), PyG(), FastPyG(), Hector(), HectorCompact(), HectorReordered()]
+KINDS = [Ours(), PyGRelational(), FastPyG(), Hector(), HectorCompact(), HectorReordered()]
 GRAPHS = ["mag_like", "aifb", "many-relations", "duplicates", "no-edges"]
 
 
 # Compiling takes long, and compiles PyG's code.
 POINTS = [(kind, op, name) for kind in KINDS for op in LAYERS for name in GRAPHS]
-POINTS += [(CompiledPyG("eager"), "rgat", "mag_like")]
+POINTS += [(CompiledPyGRelational("eager"), "rgat", "mag_like")]
 
 
 @pytest.mark.parametrize(("implementation", "op", "name"), POINTS, ids=lambda value: getattr(value, "name", value))
@@ -49,7 +49,7 @@ def test_implementations_agree_with_float64(implementation, op, name):
     if reasons := implementation.reasons(case, graph):
         assert reasons == [f"has no {case.layer}"]
         return
-    if name == "no-edges" and op == "hgt" and isinstance(implementation, PyG):
+    if name == "no-edges" and op == "hgt" and isinstance(implementation, PyGRelational):
         # PyG has no product of no rows with weights of types.
         graph = graph_of("duplicates")
     worst, error = results(implementation, case, graph)[2].worst
@@ -103,7 +103,7 @@ def test_the_reference_is_pyg_in_float64(op, monkeypatch):
     """Blocks of targets and all; the interpreter by our own passes agrees as well."""
     defaults = {"target_rows_of": None, "constants": None, "chunk_bytes": 8 * 8 * 40}
     monkeypatch.setattr("pyg_dfgnn.reference.oracle.float64_reference.__kwdefaults__", defaults)
-    for kind in (PyG(), HectorReordered()):
+    for kind in (PyGRelational(), HectorReordered()):
         actual, expected, _ = results(kind, case_of(op, "2x4"), graph_of("mag_like"), "float64")
         for name, want in expected.items():
             torch.testing.assert_close(
@@ -113,7 +113,7 @@ def test_the_reference_is_pyg_in_float64(op, monkeypatch):
 
 def test_schedules_of_hector_are_those_that_they_are_called():
     """Compact sources are rows of pairs; rows of targets, and sums of features before their maps, are not Hector's."""
-    rows = Rows(compressed(graph_of("mag_like")))
+    rows = IndexSpace(compressed(graph_of("mag_like")))
     program = rgat(1, "additive-self-attention", "across-relation").program(
         x=(8,), xd=(8,), weight=(8, 8), q=(8, 1), k=(8, 1)
     )
@@ -150,7 +150,7 @@ def test_types_that_nothing_leads_to_have_no_output():
     graph = graph_of("mag_like")
     edges = Edges.of_list(graph)
     assert edges.ends == ((1, 2), (1, 0), (0, 0), (0, 3)) and len(edges.sizes) == 4
-    expected = results(PyG(), case_of("hgt", "1x8"), graph)[1]
+    expected = results(PyGRelational(), case_of("hgt", "1x8"), graph)[1]
     author = graph.node_type == 1
     assert not expected["out"][author].any() and expected["out"][~author].any(dim=1).all()
     first = torch.tensor([0, *edges.sizes]).cumsum(0)

@@ -9,7 +9,7 @@ import torch
 from benchmarks import CONFIGS, isolated, plots, run, tables
 from benchmarks.case import Fused
 from benchmarks.cases.attention import IMPLEMENTATIONS
-from benchmarks.cases.attention.baselines import CompiledPyG, Flex, PyG, Unfused
+from benchmarks.cases.attention.baselines import CompiledPyGAttention, Flex, PyGAttention, Unfused
 from benchmarks.cases.attention.case import SCORES, AttentionCase
 from benchmarks.experiment import Experiment
 from benchmarks.graphs import TABLE_1, benchmark_graph
@@ -122,7 +122,9 @@ def test_a_tiny_version_of_each_experiment_runs_on_a_cpu(name, tmp_path, capsys)
     )
 
 
-@pytest.mark.parametrize("implementation", [Fused(), PyG(), Unfused(), CompiledPyG("eager")], ids=lambda i: i.name)
+@pytest.mark.parametrize(
+    "implementation", [Fused(), PyGAttention(), Unfused(), CompiledPyGAttention("eager")], ids=lambda i: i.name
+)
 @pytest.mark.parametrize("heads", [1, 4])
 @pytest.mark.parametrize("score", SCORES)
 def test_implementations_agree_with_float64(implementation, heads, score):
@@ -156,18 +158,18 @@ def test_flex_attention_agrees_with_float64(name):
 
 def test_reasons_are_sentences():
     graph = benchmark_graph("b", "cpu", small=True)
-    assert PyG().reasons(AttentionCase("cosine", 8, 16), graph) == ["AGNNConv has one head"]
+    assert PyGAttention().reasons(AttentionCase("cosine", 8, 16), graph) == ["AGNNConv has one head"]
     assert "SDDMM" in Unfused().reasons(AttentionCase("gatv2", 1, 16), graph)[0]
 
 
-@pytest.mark.parametrize("kind", [PyG, Fused])
+@pytest.mark.parametrize("kind", [PyGAttention, Fused])
 def test_a_wrong_implementation_gets_no_time(kind, tmp_path, monkeypatch, capsys):
     """A wrong one of ours fails the command."""
 
     class Wrong(kind):
         def prepare(self, case, graph, inputs):
             forward = super().prepare(case, graph, inputs)
-            return lambda: forward() * (1.01 if kind is PyG else 1.0001)
+            return lambda: forward() * (1.01 if kind is PyGAttention else 1.0001)
 
     monkeypatch.setitem(IMPLEMENTATIONS, kind.name, Wrong)
     options = ["graphs=[b]", "ops=[add]", f"implementations=[{kind.name}]", "dtypes=[float32]"]
@@ -194,7 +196,7 @@ def test_16_bits_without_kernels_are_not_judged(tmp_path):
     ids=["failed", "not run", "out of memory"],
 )
 def test_a_failure_is_a_row_and_the_run_goes_on(error, status, tmp_path, monkeypatch):
-    class Failing(PyG):
+    class Failing(PyGAttention):
         def prepare(self, case, graph, inputs):
             raise error
 

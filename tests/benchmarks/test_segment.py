@@ -11,8 +11,8 @@ from benchmarks.cases import case_of
 from benchmarks.cases.segment import (
     AGGREGATIONS,
     IMPLEMENTATIONS,
-    CompiledPyG,
-    PyG,
+    CompiledPyGSegment,
+    PyGSegment,
     SegmentCase,
     SegmentReduce,
     TorchCsr,
@@ -24,7 +24,7 @@ from benchmarks.prepare import rounded_problem
 from tests.benchmarks.quick import QUICK, composed, graph_of, layers_in
 from tests.kernels.emulated import emulated_device
 
-KINDS = [Fused(), PyG(), CompiledPyG("eager"), TorchCsr(), TorchMm(), SegmentReduce()]
+KINDS = [Fused(), PyGSegment(), CompiledPyGSegment("eager"), TorchCsr(), TorchMm(), SegmentReduce()]
 GRAPHS = ["h", "no-edges", "isolated", "bipartite-wide", "hub"]
 
 

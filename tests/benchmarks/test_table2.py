@@ -10,7 +10,7 @@ from omegaconf import OmegaConf
 
 from benchmarks import CONFIGS, table2, table2_report, table2_steps
 from benchmarks.cases.attention import unfused_nn
-from benchmarks.table2_steps import PHASES, STEP_BY_STEP, Disagreement, Pace, Phases, Reference, agree
+from benchmarks.table2_steps import PHASES, STEP_BY_STEP, Disagreement, Phases, Reference, StepPace, agree
 from tests.configs.train import train_config
 
 TINY = [
@@ -316,7 +316,7 @@ def test_phases_of_the_capture_that_was_replayed(monkeypatch):
 @pytest.mark.parametrize(("values", "name"), [((0, 0), "warm_up"), ((2, 2), "steps")])
 def test_wrong_pace(values, name):
     with pytest.raises(ValueError, match=f"'{name}' needs a value >= "):
-        Pace(0, values[1], values[0], 0, 1.0, 1e-3)
+        StepPace(0, values[1], values[0], 0, 1.0, 1e-3)
 
 
 def test_sums_in_turns_are_compared_with_each_other(table):

@@ -11,7 +11,7 @@ from torch.func import functional_call, grad, vmap
 from torch_geometric.nn import GATConv, SAGEConv
 from torch_geometric.utils import add_self_loops, degree
 
-from benchmarks.cases.messages import GatedGCN, Temperature
+from benchmarks.cases.messages import NodeGatedGCN, Temperature
 from pyg_dfgnn.frontend.derived import EdgeDerived
 from pyg_dfgnn.nn.drop_ins import MARK
 from tests.frontend.layers import Sum
@@ -25,7 +25,7 @@ class Net(torch.nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.first, self.second = GatedGCN(CHANNELS), GatedGCN(CHANNELS)
+        self.first, self.second = NodeGatedGCN(CHANNELS), NodeGatedGCN(CHANNELS)
 
     def forward(self, x, edge_index):
         return self.second(self.first(x, edge_index).relu(), edge_index)
@@ -62,7 +62,7 @@ def test_layers_of_one_class_and_size_share_a_graph(nets, x, edge_index, capture
 
 def test_any_number_of_sizes_of_one_class_stays_captured(edge_index, captured):
     sizes = range(8, 32, 2)
-    layers = [compile_layer(GatedGCN(size).double()) for size in sizes]
+    layers = [compile_layer(NodeGatedGCN(size).double()) for size in sizes]
     for _ in range(2):
         for size, layer in zip(sizes, layers):
             layer(torch.randn(NODES, size, dtype=torch.float64), edge_index)
@@ -70,7 +70,7 @@ def test_any_number_of_sizes_of_one_class_stays_captured(edge_index, captured):
 
 
 def test_other_numbers_of_nodes_and_edges_compile_nothing_anew(captured):
-    layer = compile_layer(GatedGCN(CHANNELS).double())
+    layer = compile_layer(NodeGatedGCN(CHANNELS).double())
     for nodes, edges in ((40, 40), (41, 90), (50, 50), (8, 16), (2, 2)):
         x, edge_index = torch.randn(nodes, CHANNELS).double(), torch.randint(0, nodes, (2, edges))
         assert_equal(layer, release_layer(copy.deepcopy(layer)), x, edge_index)
@@ -78,7 +78,7 @@ def test_other_numbers_of_nodes_and_edges_compile_nothing_anew(captured):
 
 
 def test_learnt_features_are_captured_for_any_number_of_nodes(captured):
-    layer = compile_layer(GatedGCN(CHANNELS).double())
+    layer = compile_layer(NodeGatedGCN(CHANNELS).double())
     own = release_layer(copy.deepcopy(layer))
     for nodes in (40, 41, 8):
         table, edge_index = torch.nn.Parameter(torch.randn(nodes, CHANNELS).double()), torch.randint(0, nodes, (2, 70))
@@ -89,7 +89,7 @@ def test_learnt_features_are_captured_for_any_number_of_nodes(captured):
 
 @pytest.mark.parametrize("nodes, edges", [(5, 0), (1, 4), (5, 1), (1, 1)])
 def test_few_rows_are_right(nodes, edges):
-    layer = compile_layer(GatedGCN(CHANNELS).double())
+    layer = compile_layer(NodeGatedGCN(CHANNELS).double())
     x, edge_index = torch.randn(nodes, CHANNELS).double(), torch.randint(0, nodes, (2, edges))
     assert_equal(layer, release_layer(copy.deepcopy(layer)), x, edge_index)
 
@@ -168,14 +168,14 @@ def test_pairs_of_nodes_and_the_other_flow(edge_index, captured):
     own = copy.deepcopy(layer)
     sources, targets = torch.randn(NODES + 3, CHANNELS).double(), torch.randn(NODES, 4).double()
     assert_equal(compile_layer(layer), own, (sources, targets), edge_index)
-    layer = GatedGCN(CHANNELS).double()
+    layer = NodeGatedGCN(CHANNELS).double()
     layer.flow = "target_to_source"
     assert_equal(compile_layer(layer), release_layer(copy.deepcopy(layer)), sources, edge_index)
     assert all(graph.counts[0] == graph.counts[1] for graph in captured)
 
 
 def test_autocast_gives_the_dtype_and_numbers_of_torch(x, edge_index, captured):
-    layer = GatedGCN(CHANNELS)
+    layer = NodeGatedGCN(CHANNELS)
     own = copy.deepcopy(layer)
     compile_layer(layer)
     x = x.float().requires_grad_()
@@ -222,7 +222,7 @@ def test_transforms_and_modes_of_autograd(nets, x, edge_index):
 
 
 def test_threads_may_call_layers_of_one_size(x, edge_index):
-    layers = [compile_layer(GatedGCN(CHANNELS).double()) for _ in range(4)]
+    layers = [compile_layer(NodeGatedGCN(CHANNELS).double()) for _ in range(4)]
     expected = [release_layer(copy.deepcopy(layer))(x, edge_index) for layer in layers]
     results = {}
     threads = [threading.Thread(target=lambda k=k: results.update({k: layers[k](x, edge_index)})) for k in range(4)]
@@ -249,7 +249,7 @@ def test_reason_names_the_line_of_the_user(captured):
 
 
 def test_released_layer_runs_its_own_code(x, edge_index, captured):
-    layer = compile_layer(GatedGCN(CHANNELS).double())
+    layer = compile_layer(NodeGatedGCN(CHANNELS).double())
     release_layer(layer)(x, edge_index)
     assert not captured and MARK not in layer.__dict__
 

@@ -5,7 +5,7 @@ import copy
 import pytest
 import torch
 
-from benchmarks.cases.messages import GatedGCN, MessageCase
+from benchmarks.cases.messages import MessageCase, NodeGatedGCN
 from pyg_dfgnn.ops.relational.backend import KERNELS, running
 from tests.kernels.emulated import emulated_device
 
@@ -18,7 +18,11 @@ class Net(torch.nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.first, self.second, self.norm = GatedGCN(CHANNELS), GatedGCN(CHANNELS), torch.nn.BatchNorm1d(CHANNELS)
+        self.first, self.second, self.norm = (
+            NodeGatedGCN(CHANNELS),
+            NodeGatedGCN(CHANNELS),
+            torch.nn.BatchNorm1d(CHANNELS),
+        )
 
     def forward(self, x, edge_index):
         return self.second(self.norm(self.first(x, edge_index)).relu(), edge_index).log_softmax(dim=-1)

@@ -7,7 +7,24 @@ import torch
 from torch import Tensor
 
 from pyg_dfgnn.graph import Graph
-from pyg_dfgnn.ir import D, E, One, R, Rows, S, U, V, concat, dot, max_to, mean_to, relational, softmax, sum_to, to
+from pyg_dfgnn.ir import (
+    D,
+    E,
+    IndexSpace,
+    One,
+    R,
+    S,
+    U,
+    V,
+    concat,
+    dot,
+    max_to,
+    mean_to,
+    relational,
+    softmax,
+    sum_to,
+    to,
+)
 from pyg_dfgnn.ir.layers import hgt, hgt_features, rgat, rgcn_bases, rgcn_mean, rgcn_sum
 from pyg_dfgnn.ir.program import Program
 from pyg_dfgnn.reference.zoo import EdgeList, edges, hub, many_relations, random
@@ -64,9 +81,9 @@ def graph_of(edge_list: EdgeList) -> Graph:
     )
 
 
-def rows_of(edge_list: EdgeList) -> Rows:
+def rows_of(edge_list: EdgeList) -> IndexSpace:
     types = [torch.arange(n) % TYPES for n in (edge_list.num_src, edge_list.num_dst)]
-    return Rows(graph_of(edge_list), source_type=types[0], target_type=types[1], num_types=TYPES)
+    return IndexSpace(graph_of(edge_list), source_type=types[0], target_type=types[1], num_types=TYPES)
 
 
 @relational
@@ -246,7 +263,7 @@ class Case:
     """A program with a graph, inputs in float64 and the gradients of its outputs by name."""
 
     program: Program
-    rows: Rows
+    rows: IndexSpace
     inputs: dict[str, Tensor]
     upstream: dict[str, Tensor]
 
@@ -256,7 +273,7 @@ class Case:
 
 
 @cache
-def rows_named(name: str) -> Rows:
+def rows_named(name: str) -> IndexSpace:
     return rows_of(ALL_GRAPHS[name])
 
 

@@ -5,7 +5,7 @@ from torch import Tensor
 from torch_geometric.nn import FastRGCNConv, HGTConv, RGATConv, RGCNConv
 
 from pyg_dfgnn.graph import Graph
-from pyg_dfgnn.ir import Rows, interpret
+from pyg_dfgnn.ir import IndexSpace, interpret
 from pyg_dfgnn.ir.layers import hgt, rgat, rgcn_bases, rgcn_mean, rgcn_sum
 from pyg_dfgnn.ir.passes import optimise
 from pyg_dfgnn.ir.trace import Relational
@@ -155,7 +155,7 @@ def _hgt(conv, x, names, metadata, edges, relations, heads, is_optimised):
     scale = torch.cat([conv.p_rel["__".join(edge_type)] for edge_type in metadata])
     types = torch.arange(edges.num_src) % TYPES
     graph = Graph.of(edges.edge_index, edges.num_src, edge_type=relations, num_relations=len(metadata))
-    rows = Rows(graph, source_type=types, target_type=types, num_types=TYPES)
+    rows = IndexSpace(graph, source_type=types, target_type=types, num_types=TYPES)
     inputs = dict(x=x, xd=x, wk=wk, bk=bk, wq=wq, bq=bq, wv=wv, bv=bv, key=key, value=value, scale=scale)
     program = hgt(heads).program(**{name: tuple(tensor.shape[1:]) for name, tensor in inputs.items()})
     if is_optimised:

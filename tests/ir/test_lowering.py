@@ -6,9 +6,9 @@ from dataclasses import replace
 import pytest
 import torch
 
-from pyg_dfgnn.ir import D, E, One, R, Rows, S, V, costly, dot, interpret, lowering, relational, softmax, sum_to
+from pyg_dfgnn.ir import D, E, IndexSpace, One, R, S, V, costly, dot, interpret, lowering, relational, softmax, sum_to
 from pyg_dfgnn.ir.interpreter import run_values
-from pyg_dfgnn.ir.lanes import Refusal, find_lanes
+from pyg_dfgnn.ir.lanes import LoweringError, find_lanes
 from pyg_dfgnn.ir.layers import film, rgat
 from pyg_dfgnn.ir.lowering import lower
 from pyg_dfgnn.ir.narrow import MAX_OUTER
@@ -38,7 +38,7 @@ def joint(case: Case, off: tuple[str, ...] = ()) -> Program:
     return optimise(case.program, case.rows.sizes, wrt=tuple(case.inputs), off=off)[-1].program
 
 
-def run_steps(lowered: Lowered, rows: Rows, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+def run_steps(lowered: Lowered, rows: IndexSpace, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """Interpret each step on what the steps before it have left."""
     tensors = dict(tensors)
     for step in lowered.static:
@@ -90,7 +90,7 @@ def test_steps_give_values_and_gradients(name, graph):
 @pytest.mark.parametrize("name", REFUSED)
 def test_what_no_lanes_hold_is_refused_by_name(name):
     drawn = case(PROGRAMS[name], "dense")
-    with pytest.raises(Refusal, match=REFUSED[name]):
+    with pytest.raises(LoweringError, match=REFUSED[name]):
         lower(joint(drawn), dict(drawn.program.outputs))
 
 
@@ -147,7 +147,7 @@ def test_numbers_that_much_arithmetic_makes_of_edges_are_computed_once_for_each(
 def test_functions_of_edges_that_fill_the_registers_are_refused(shape, is_refused):
     weights = {"mu": shape, "sigma": shape, "g": shape[:3]}
     program = many_gaussians.program(x=shape[:1], edge=shape[3:], **weights)
-    with pytest.raises(Refusal, match="a row that does not fit the lanes") if is_refused else nullcontext():
+    with pytest.raises(LoweringError, match="a row that does not fit the lanes") if is_refused else nullcontext():
         lower(optimise(program, SIZES)[-1].program, ("out",))
 
 
@@ -270,7 +270,7 @@ def matrices(x: S, w: R):
 
 
 def test_matrix_per_pair_is_refused():
-    with pytest.raises(Refusal, match="matmul .* : U.* needs a matrix per row"):
+    with pytest.raises(LoweringError, match="matmul .* : U.* needs a matrix per row"):
         lower(matrices.program(x=(2, 3), w=(3, 3)), ("out",))
 
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from pyg_dfgnn.graph import Graph
-from pyg_dfgnn.ir import D, Domain, E, One, R, Rows, S, Td, Ts, U, V, interpret, relational, softmax, sum_to
+from pyg_dfgnn.ir import D, Domain, E, IndexSpace, One, R, S, Td, Ts, U, V, interpret, relational, softmax, sum_to
 from pyg_dfgnn.ir.domains import determines, join
 from pyg_dfgnn.ir.layers import rgcn_mean
 from pyg_dfgnn.ir.passes import PASSES, differentiate, optimise
@@ -156,7 +156,7 @@ def test_equal_numbers():
         return sum_to(D, x == y)
 
     program = equal.program(x=(2,), y=(2,))
-    rows = Rows(Graph.of(torch.tensor([[0, 1], [0, 0]]), 2))
+    rows = IndexSpace(Graph.of(torch.tensor([[0, 1], [0, 0]]), 2))
     x, y = torch.tensor([[1.0, 2.0], [3.0, 4.0]]), torch.tensor([[1.0, 0.0], [3.0, 4.0]])
     assert interpret(program, rows, {"x": x, "y": y})["out"].tolist() == [[2.0, 1.0], [0.0, 0.0]]
 
@@ -176,7 +176,7 @@ def test_wrong_gradients_are_refused():
 def test_wrong_inputs_are_refused():
     program = rgcn_mean.program(x=(3,), weight=(3, 2))
     edge_index, edge_type = torch.tensor([[0, 1], [1, 1]]), torch.tensor([0, 1])
-    rows = Rows(Graph.of(edge_index, 2, edge_type=edge_type, num_relations=2))
+    rows = IndexSpace(Graph.of(edge_index, 2, edge_type=edge_type, num_relations=2))
     x, weight = torch.ones(2, 3), torch.ones(2, 3, 2)
     with pytest.raises(ValueError, match=r"'inputs' needs x, weight \(got x\)"):
         interpret(program, rows, {"x": x})
@@ -185,6 +185,6 @@ def test_wrong_inputs_are_refused():
     with pytest.raises(TypeError, match=r"'weight' needs dtype torch.float32 \(got torch.float64\)"):
         interpret(program, rows, {"x": x, "weight": weight.double()})
     with pytest.raises(ValueError, match="'rows' needs a graph with relations for the domain R"):
-        interpret(program, Rows(Graph.of(edge_index, 2)), {"x": x, "weight": weight})
+        interpret(program, IndexSpace(Graph.of(edge_index, 2)), {"x": x, "weight": weight})
     with pytest.raises(ValueError, match=r"'source_type' needs values in \[0, num_types=2\) \(got 0 to 2\)"):
-        Rows(Graph.of(edge_index, 2), source_type=torch.tensor([0, 2]), num_types=2)
+        IndexSpace(Graph.of(edge_index, 2), source_type=torch.tensor([0, 2]), num_types=2)

@@ -6,7 +6,24 @@ import pytest
 import torch
 
 from pyg_dfgnn.graph import Graph
-from pyg_dfgnn.ir import D, Domain, E, One, R, Rows, S, U, V, concat, dot, interpret, relational, softmax, sum_to, to
+from pyg_dfgnn.ir import (
+    D,
+    Domain,
+    E,
+    IndexSpace,
+    One,
+    R,
+    S,
+    U,
+    V,
+    concat,
+    dot,
+    interpret,
+    relational,
+    softmax,
+    sum_to,
+    to,
+)
 from pyg_dfgnn.ir.layers import rgat, rgcn_mean, rgcn_sum
 from pyg_dfgnn.ir.passes import (
     Passes,
@@ -228,7 +245,7 @@ def test_gradients_of_the_parts_of_a_weight_are_joined():
     joined = remove_dead(join_pads(program))
     assert of(joined, "concat", "add", "pad") == [(One, (3, 6))] * 4
     inputs = {name: torch.randn(3, width) for name, width in (("a", 2), ("b", 3), ("c", 1))}
-    rows = Rows(Graph.of(torch.tensor([[0], [0]]), 1))
+    rows = IndexSpace(Graph.of(torch.tensor([[0], [0]]), 1))
     want, got = (interpret(one, rows, inputs) for one in (program, joined))
     assert all(torch.equal(want[name], got[name]) for name in want)
 

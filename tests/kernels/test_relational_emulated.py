@@ -6,7 +6,7 @@ from torch import Tensor
 
 from pyg_dfgnn.dispatch import relational as dispatch
 from pyg_dfgnn.dispatch.traversal import RowSplitPlan, items_per_block, joined_edges
-from pyg_dfgnn.ir import R, Rows, interpret
+from pyg_dfgnn.ir import IndexSpace, R, interpret
 from pyg_dfgnn.ir.layers import rgcn_mean, rgcn_sum
 from pyg_dfgnn.ir.passes import Passes, optimise
 from pyg_dfgnn.ir.pointwise import POINTWISE
@@ -85,7 +85,9 @@ def few_kernels(monkeypatch):
     monkeypatch.setattr(traversal, "plan_step", plan)
 
 
-def results(traced: Program, rows: Rows, inputs: dict[str, Tensor], upstream: dict[str, Tensor]) -> dict[str, Tensor]:
+def results(
+    traced: Program, rows: IndexSpace, inputs: dict[str, Tensor], upstream: dict[str, Tensor]
+) -> dict[str, Tensor]:
     """The outputs and the gradient of each input."""
     leaves = {name: tensor.detach().requires_grad_() for name, tensor in inputs.items()}
     is_reference = leaves["x"].dtype == torch.float64
@@ -102,7 +104,7 @@ def results(traced: Program, rows: Rows, inputs: dict[str, Tensor], upstream: di
     return {name: output.detach() for name, output in outputs.items()} | named
 
 
-def drawn(traced: Program, graph: str, dtype: torch.dtype) -> tuple[Rows, dict[str, Tensor], dict[str, Tensor]]:
+def drawn(traced: Program, graph: str, dtype: torch.dtype) -> tuple[IndexSpace, dict[str, Tensor], dict[str, Tensor]]:
     posed = case(traced, graph)
     scaled = {n: t.detach() * (8**-0.5 if n in PARAMETERS else 1.0) for n, t in posed.inputs.items()}
     inputs = {name: tensor.to(dtype) for name, tensor in scaled.items()}

@@ -9,7 +9,7 @@ from torch_geometric.nn import MessagePassing
 from torch_geometric.utils import one_hot, scatter
 
 from pyg_dfgnn.graph import Graph
-from pyg_dfgnn.ir import E, One, R, Rows, interpret
+from pyg_dfgnn.ir import E, IndexSpace, One, R, interpret
 from pyg_dfgnn.ir.program import Builder
 from pyg_dfgnn.nn import messages
 from pyg_dfgnn.settings import local_settings
@@ -129,6 +129,6 @@ def test_a_table_of_other_rows_than_there_are_relations_is_refused():
     builder = Builder()
     table = builder.emit("unstack", builder.input("table", One, (2, 4)), attrs=(R,))
     program = builder.build("lookup", {"out": builder.emit("gather", table, attrs=(E,))})
-    rows = Rows(Graph.of(EDGES, 6, edge_type=KIND, num_relations=TYPES))
+    rows = IndexSpace(Graph.of(EDGES, 6, edge_type=KIND, num_relations=TYPES))
     with pytest.raises(ValueError, match=r"'unstack' needs 3 rows \(got 2\)"):
         interpret(program, rows, {"table": torch.ones(2, 4)})

@@ -13,7 +13,7 @@ import pyg_dfgnn
 import pyg_dfgnn.nn as ours
 from pyg_dfgnn.graph import Graph
 from pyg_dfgnn.graph.made import MOST_GRAPHS, graph_of
-from pyg_dfgnn.ir import Rows
+from pyg_dfgnn.ir import IndexSpace
 
 NODES, TYPES, WIDTH, THREADS, ROUNDS = 9, 3, 4, 4, 12
 KEYS = [f"t{i}" for i in range(12)]
@@ -179,7 +179,7 @@ def test_one_graph_with_types_of_each_thread(switching):
         generator = torch.Generator().manual_seed(number)
         for _ in range(50):
             source_type = types(generator, NODES)
-            lists = Rows(graph, source_type=source_type, num_types=TYPES, kept=True).lists
+            lists = IndexSpace(graph, source_type=source_type, num_types=TYPES, kept=True).lists
             assert torch.equal(*lists.types.values(), source_type)
 
     in_threads(work)

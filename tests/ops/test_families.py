@@ -10,8 +10,8 @@ from pyg_dfgnn.graph import Graph
 from pyg_dfgnn.ir import (
     D,
     E,
+    IndexSpace,
     One,
-    Rows,
     S,
     dot,
     interpret,
@@ -123,7 +123,7 @@ def program_of(function, shapes):
 def test_families_give_what_the_interpreter_gives(name, graph):
     edge_list = ZOO[graph]()
     edges = Graph.of(edge_list.edge_index, edge_list.num_src, edge_list.num_dst)
-    rows, generator = Rows(edges), torch.Generator().manual_seed(2)
+    rows, generator = IndexSpace(edges), torch.Generator().manual_seed(2)
     for function, shapes in FOUND[name]:
         program = program_of(function, shapes)
         found = match(program, "out")

@@ -15,9 +15,9 @@ from pyg_dfgnn.graph.derived import tensors_of
 from pyg_dfgnn.ir import (
     D,
     E,
+    IndexSpace,
     One,
     R,
-    Rows,
     S,
     concat,
     dot,
@@ -253,7 +253,7 @@ def test_wrong_inputs_are_named(graph):
         ({"source_type": torch.zeros(6).long(), "num_types": "2"}, "'num_types' needs an integer .got str '2'."),
     ],
 )
-@pytest.mark.parametrize("make", [rows_of, Rows])
+@pytest.mark.parametrize("make", [rows_of, IndexSpace])
 def test_wrong_types_are_named(make, options, message, graph):
     with pytest.raises(TypeError, match=message):
         make(graph, **options)
@@ -288,7 +288,7 @@ def test_graph_is_freed_with_its_edges():
 
 
 def test_rows_keep_their_graph():
-    for make in (rows_of, Rows):
+    for make in (rows_of, IndexSpace):
         rows = make(Graph.of(torch.tensor([[0], [0]]), 1))
         gc.collect()
         assert rows.graph.num_edges == 1
@@ -330,11 +330,11 @@ def test_a_backward_pass_lets_go_of_what_it_has_read(graph, is_last):
         (lambda graph: apply(mapped, graph, {}), r"'rows' needs the Rows of a graph, .* \(got Graph"),
         (lambda graph: apply(lambda x: x, rows_of(graph), {}), "'program' needs a Program or a function under @rel"),
         (lambda graph: rows_of(graph.edge_index), r"'graph' needs a pyg_dfgnn.Graph \(got a tensor of shape \[2, 40\]"),
-        (lambda graph: Rows("edges"), r"'graph' needs a pyg_dfgnn.Graph \(got str 'edges'\)"),
+        (lambda graph: IndexSpace("edges"), r"'graph' needs a pyg_dfgnn.Graph \(got str 'edges'\)"),
         (lambda graph: relational("rgcn"), r"'function' needs a function \(got str 'rgcn'\)"),
         (lambda graph: relational(takes_a_name).program(x=(4,)), r"'domain' needs a domain such as .* \(got str 'D'\)"),
     ],
-    ids=["rows", "program", "rows_of", "Rows", "relational", "sum_to"],
+    ids=["rows", "program", "rows_of", "IndexSpace", "relational", "sum_to"],
 )
 def test_arguments_of_other_classes(graph, call, message):
     with pytest.raises(TypeError, match=message):

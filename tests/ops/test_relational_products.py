@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from pyg_dfgnn.ir import D, Domain, E, One, R, S, interpret, relational, sum_to
-from pyg_dfgnn.ir.lanes import Refusal
+from pyg_dfgnn.ir.lanes import LoweringError
 from pyg_dfgnn.ir.lowering import lower
 from pyg_dfgnn.ir.passes import PASSES
 from pyg_dfgnn.ops.relational import products
@@ -54,5 +54,5 @@ def test_some_of_the_heads_are_refused():
     drawn = case(mixed.program(x=(2, 1, 4), weight=(3, 4, 5)), "dense")
     lowered = lower(joint(drawn), ("out",))
     (step,) = (step for step in lowered.forward if step.kind == "linear")
-    with pytest.raises(Refusal, match="some of 6 heads"):
+    with pytest.raises(LoweringError, match="some of 6 heads"):
         products.prepare(step, (), drawn.rows, torch.float64)

@@ -5,7 +5,15 @@ import math
 import pytest
 import torch
 
-from pyg_dfgnn.training.metrics import IGNORED, METRICS, Score, class_counts, class_weights, cross_entropy, roc_auc
+from pyg_dfgnn.training.metrics import (
+    IGNORED,
+    METRICS,
+    MetricAccumulator,
+    class_counts,
+    class_weights,
+    cross_entropy,
+    roc_auc,
+)
 
 Y = torch.tensor([0, 0, 0, 1, 1, 3])
 # Predictions 0 0 1 | 1 0 | 3 with a margin that makes each softmax easy: logit m for the prediction, 0 elsewhere.
@@ -49,7 +57,7 @@ def test_ignored_labels_change_nothing():
         found, want = (cross_entropy(*pair, loss_weights=weighted) for pair in ((logits, y), (LOGITS, Y)))
         torch.testing.assert_close(found, want)
     for metric in ("accuracy", "balanced_accuracy", "macro_f1"):
-        with_ignored, without = (Score(4, metric, torch.device("cpu")) for _ in range(2))
+        with_ignored, without = (MetricAccumulator(4, metric, torch.device("cpu")) for _ in range(2))
         with_ignored.add(torch.tensor(1.5), logits, y)
         without.add(torch.tensor(1.5), LOGITS, Y)
         assert (with_ignored.loss, with_ignored.metric) == (without.loss, without.metric)
@@ -66,7 +74,7 @@ def test_ignored_labels_change_nothing():
     ],
 )
 def test_metric_does_not_depend_on_batches(metric, expected):
-    whole, parts = (Score(4, metric, torch.device("cpu")) for _ in range(2))
+    whole, parts = (MetricAccumulator(4, metric, torch.device("cpu")) for _ in range(2))
     whole.add(torch.tensor(1.0), LOGITS, Y)
     parts.add(torch.tensor(2.0), LOGITS[:2], Y[:2])
     parts.add(torch.tensor(0.5), LOGITS[2:], Y[2:])
@@ -81,7 +89,7 @@ def test_roc_auc_counts_pairs():
     y = torch.randint(2, (40,), generator=generator)
     pairs = [(p > n) + 0.5 * (p == n) for p in score[y == 1].tolist() for n in score[y == 0].tolist()]
     assert roc_auc(score, y) == pytest.approx(sum(pairs) / len(pairs))
-    found = Score(2, "roc_auc", torch.device("cpu"))
+    found = MetricAccumulator(2, "roc_auc", torch.device("cpu"))
     for part in (slice(0, 25), slice(25, 40)):
         labels = torch.cat([y[part], torch.tensor([IGNORED])])
         logits = torch.stack([torch.zeros(labels.numel()), torch.cat([score[part], torch.ones(1)])], dim=1)
@@ -93,4 +101,4 @@ def test_unknown_metric():
     # RankScore has the rank, and ErrorScore the error.
     names = [name for name in METRICS if name not in ("mrr", "mae")]
     with pytest.raises(ValueError, match=f"'metric' needs one of {', '.join(map(repr, names))}"):
-        Score(2, "speed", torch.device("cpu"))
+        MetricAccumulator(2, "speed", torch.device("cpu"))

@@ -20,7 +20,7 @@ from pyg_dfgnn.reference.oracle import Inputs
 from pyg_dfgnn.reference.zoo import EdgeList
 
 
-class PyG(Implementation):
+class PyGAttention(Implementation):
     """The attention part of PyG's convs: their own ``propagate`` on given projections."""
 
     name = "pyg"
@@ -89,7 +89,7 @@ _PYG_CALLS: dict[str, Callable[[AttentionCase, EdgeList], Call]] = {
 }
 
 
-class CompiledPyG(TorchCompiled, PyG):
+class CompiledPyGAttention(TorchCompiled, PyGAttention):
     """``torch.compile`` of the same call."""
 
 
@@ -284,5 +284,5 @@ class Flex(Implementation):
 
 
 IMPLEMENTATIONS: dict[str, type[Implementation]] = {
-    kind.name: kind for kind in (Fused, PyG, Unfused, CompiledPyG, Flex)
+    kind.name: kind for kind in (Fused, PyGAttention, Unfused, CompiledPyGAttention, Flex)
 }

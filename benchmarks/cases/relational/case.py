@@ -98,7 +98,7 @@ class Edges:
 
 
 @dataclass(frozen=True)
-class Layer:
+class RelationalLayer:
     """One layer of the family.
 
     Attributes:
@@ -242,9 +242,9 @@ def _hgt_names(inputs: Inputs, edges: Edges) -> Inputs:
 
 
 LAYERS = {
-    "rgcn": Layer("RGCN", "RGCNConv", _rgcn_shapes, _rgcn, _own_names, plain_rgcn),
-    "rgat": Layer("RGAT", "RGATConv", _rgat_shapes, _rgat, _own_names, plain_rgat, has_kink=True),
-    "hgt": Layer("HGT", "HGTConv", _hgt_shapes, _hgt, _hgt_names, plain_hgt, is_hetero=True),
+    "rgcn": RelationalLayer("RGCN", "RGCNConv", _rgcn_shapes, _rgcn, _own_names, plain_rgcn),
+    "rgat": RelationalLayer("RGAT", "RGATConv", _rgat_shapes, _rgat, _own_names, plain_rgat, has_kink=True),
+    "hgt": RelationalLayer("HGT", "HGTConv", _hgt_shapes, _hgt, _hgt_names, plain_hgt, is_hetero=True),
 }
 
 
@@ -256,7 +256,7 @@ class RelationalCase(HeadsCase):
     family = "gemm"
 
     @property
-    def spec(self) -> Layer:
+    def spec(self) -> RelationalLayer:
         """Entry of the layer in :data:`LAYERS`."""
         return LAYERS[self.op]
 

@@ -47,7 +47,7 @@ class Ours(RelationalImplementation, Fused):
         return case.call(ours, Edges.of_list(graph))
 
 
-class PyG(RelationalImplementation):
+class PyGRelational(RelationalImplementation):
     """PyG's layers: RGCNConv is a loop over relations, the others gather a weight or a row per edge."""
 
     name = "pyg"
@@ -57,7 +57,7 @@ class PyG(RelationalImplementation):
         return case.call(torch_geometric.nn, Edges.of_list(graph), self.convs[case.op])
 
 
-class FastPyG(PyG):
+class FastPyG(PyGRelational):
     """PyG's FastRGCNConv, which gathers a weight per edge."""
 
     name = "pyg_fast"
@@ -65,7 +65,7 @@ class FastPyG(PyG):
     convs: ClassVar[Mapping[str, str]] = {"rgcn": "FastRGCNConv"}
 
 
-class CompiledPyG(TorchCompiled, PyG):
+class CompiledPyGRelational(TorchCompiled, PyGRelational):
     """``torch.compile`` of PyG's layers."""
 
 
@@ -194,5 +194,6 @@ class HectorReordered(Hector):
 
 
 IMPLEMENTATIONS: dict[str, type[Implementation]] = {
-    kind.name: kind for kind in (Ours, PyG, FastPyG, CompiledPyG, Fasten, Hector, HectorCompact, HectorReordered)
+    kind.name: kind
+    for kind in (Ours, PyGRelational, FastPyG, CompiledPyGRelational, Fasten, Hector, HectorCompact, HectorReordered)
 }

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from pyg_dfgnn.errors import check_choice
 from pyg_dfgnn.ir.domains import Domain, E, U, V
-from pyg_dfgnn.ir.lanes import Refusal
+from pyg_dfgnn.ir.lanes import LoweringError
 from pyg_dfgnn.ir.lowering import lower
 from pyg_dfgnn.ir.passes.compact import MOST_PAIRS, compact, decompact
 from pyg_dfgnn.ir.passes.differentiate import differentiate
@@ -84,7 +84,7 @@ def _optimised(program: Program, sizes: RowCounts, wrt: tuple[str, ...], off: fr
     for way in ways:
         try:
             steps = lower(way, dict(program.outputs))
-        except Refusal:
+        except LoweringError:
             continue
         costs[way] = bool(steps.edge_rows), steps.moved(known)
     return min(costs, key=costs.__getitem__, default=next(iter(ways)))
@@ -107,7 +107,7 @@ def optimise(
 
     Args:
         program: The program as it was traced.
-        sizes: Rows of each domain of the graph, :attr:`~pyg_dfgnn.ir.rows.Rows.sizes`.
+        sizes: Rows of each domain of the graph, :attr:`~pyg_dfgnn.ir.rows.IndexSpace.sizes`.
         wrt: Inputs whose gradients the program is to return as well.
         off: Passes of :data:`PASSES` that are left out. Without "compact" every value on pairs is computed per edge.
 

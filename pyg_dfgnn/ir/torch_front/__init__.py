@@ -2,7 +2,7 @@
 
 from pyg_dfgnn.ir.torch_front import composed, lookups, pointwise, reductions, shapes  # noqa: F401
 from pyg_dfgnn.ir.torch_front.registry import FUNCTIONS
-from pyg_dfgnn.ir.torch_front.symbols import Refusal, Symbol, Tracer, fake_sizes
+from pyg_dfgnn.ir.torch_front.symbols import Symbol, TraceError, Tracer, fake_sizes
 from pyg_dfgnn.ir.torch_front.tidy import tidy
 
-__all__ = ["FUNCTIONS", "Refusal", "Symbol", "Tracer", "fake_sizes", "tidy"]
+__all__ = ["FUNCTIONS", "TraceError", "Symbol", "Tracer", "fake_sizes", "tidy"]

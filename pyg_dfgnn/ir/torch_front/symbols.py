@@ -26,7 +26,7 @@ FACTS = frozenset(
 """Attributes and methods of a tensor that functions of torch, written in Python, ask for."""
 
 
-class Refusal(Exception):
+class TraceError(Exception):
     """Code cannot be traced.
 
     Attributes:
@@ -229,10 +229,10 @@ class Tracer(TorchFunctionMode):
         """Note what stands in the way, with the line that is being traced; tracing goes on without a value."""
         self.reasons.append(f"{self.line}: {what}")
 
-    def stop(self, what: str) -> Refusal:
+    def stop(self, what: str) -> TraceError:
         """Return the refusal to raise where tracing cannot go on."""
         self.refuse(what)
-        return Refusal(*self.reasons)
+        return TraceError(*self.reasons)
 
     # Values ----------------------------------------------------------------------------------------------------------
 
@@ -394,9 +394,9 @@ class Tracer(TorchFunctionMode):
         try:
             meta = func(*args, **kwargs)
         except Exception as error:
-            raise Refusal(*self.reasons) from error
+            raise TraceError(*self.reasons) from error
         if not isinstance(meta, Tensor):
-            raise Refusal(*self.reasons)
+            raise TraceError(*self.reasons)
         return Symbol.of(meta, None, self.domain_of_size(meta.size(0)) if meta.dim() else None)
 
     def result(self, meta: Tensor, number: int | None, rows: Domain | None, **kwargs: Any) -> Symbol:

@@ -132,7 +132,7 @@ class AggregationConv(FusedConv):
         weighted: bool = True,
         by_role: bool = False,
         reasons: tuple[str, ...] = (),
-    ) -> edges.Call:
+    ) -> edges.ConvCall:
         """Ask the gate about a call.
 
         Args:
@@ -185,7 +185,7 @@ class AggregationConv(FusedConv):
             return False
         return self.flow == "source_to_target" and edge_index.is_whole
 
-    def _ask_part(self, question: Question, x: Any, edge_index: Any, *args: Any, **kwargs: Any) -> edges.Call:
+    def _ask_part(self, question: Question, x: Any, edge_index: Any, *args: Any, **kwargs: Any) -> edges.ConvCall:
         """Ask the gate about a call with a part of a graph, whose sources are own nodes and halo; the rest as there."""
         part, sources = edge_index.part, None
         if isinstance(x, Tensor) and x.dim() == 2:
@@ -262,7 +262,9 @@ class AggregationConv(FusedConv):
             return found
         return Description(found.layer, (SMALL,), found.problem)
 
-    def _as_sent(self, problem: SegmentProblem, call: edges.Call, sent: Sent) -> tuple[SegmentProblem, edges.Call]:
+    def _as_sent(
+        self, problem: SegmentProblem, call: edges.ConvCall, sent: Sent
+    ) -> tuple[SegmentProblem, edges.ConvCall]:
         """Return the problem and the call of a description where this travels along the edges."""
         message = problem.message if sent.weight is None else "weight"
         scaled = sent.scale is not None
@@ -275,7 +277,7 @@ class AggregationConv(FusedConv):
         """Return whether values of a sparse adjacency weigh messages where PyG's conv takes no edge weights."""
         return edges.form_of(edge_index) == "torch.sparse" and self.fuse
 
-    def _plain(self, call: edges.Call) -> Tensor:
+    def _plain(self, call: edges.ConvCall) -> Tensor:
         """Return the edges of a call as PyG's functions take them, int64 [2, E]."""
         edge_index: Any = call.edge_index
         if call.form == "Graph":
@@ -287,11 +289,13 @@ class AggregationConv(FusedConv):
     def _storage_dtype(self, x: Tensor) -> torch.dtype:
         return super()._storage_dtype(x) if self._is_projected else x.dtype
 
-    def _edges(self, call: edges.Call, *_: Any, measured: bool = False) -> tuple[Graph | EdgeSet, Tensor | None, Any]:
+    def _edges(
+        self, call: edges.ConvCall, *_: Any, measured: bool = False
+    ) -> tuple[Graph | EdgeSet, Tensor | None, Any]:
         # The messages read the edges as they are: nothing is made of their features for the loops.
         return super()._edges(call if call.edge_attr is None else call._replace(edge_attr=None), measured=measured)
 
-    def _sent(self, call: edges.Call) -> Sent:
+    def _sent(self, call: edges.ConvCall) -> Sent:
         """Return what a call without reasons sends, where nothing is normalised.
 
         Raises:
@@ -303,7 +307,7 @@ class AggregationConv(FusedConv):
         weight = self._weight(call)
         return Sent(graph, weight, dtype=weight.dtype)
 
-    def _weight(self, call: edges.Call) -> Tensor:
+    def _weight(self, call: edges.ConvCall) -> Tensor:
         """Return the factors of a call's messages, [E]."""
         assert call.edge_attr is not None
         weight = call.edge_attr.reshape(-1)

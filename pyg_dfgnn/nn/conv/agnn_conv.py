@@ -7,7 +7,7 @@ from torch_geometric.typing import Adj
 
 from pyg_dfgnn.graph import Graph
 from pyg_dfgnn.nn.conv.attention import AttentionConv
-from pyg_dfgnn.nn.edges import Call
+from pyg_dfgnn.nn.edges import ConvCall
 from pyg_dfgnn.nn.gate import methods_of, promoted_dtype, settle
 from pyg_dfgnn.ops.attention.functional import cosine_attention
 
@@ -28,7 +28,7 @@ class AGNNConv(AttentionConv, conv.AGNNConv):
         # The length of a range is a constant to torch.compile, as the width has to be, also after other widths.
         return "cosine", 1, len(range(x.size(-1))) if isinstance(x, Tensor) and x.dim() > 0 else 1
 
-    def _call(self, x: Tensor, edge_index: Adj | Graph) -> Call:
+    def _call(self, x: Tensor, edge_index: Adj | Graph) -> ConvCall:
         return self._gate(self._question(x), (x, x), edge_index, self_loops=self.add_self_loops)
 
     def forward(self, x: Tensor, edge_index: Adj | Graph) -> Tensor:

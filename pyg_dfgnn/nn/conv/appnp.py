@@ -8,7 +8,7 @@ from torch_geometric.typing import Adj, OptTensor
 from pyg_dfgnn.graph import Graph
 from pyg_dfgnn.nn.conv.aggregation import is_matrix
 from pyg_dfgnn.nn.conv.normalized import NormalizedConv
-from pyg_dfgnn.nn.edges import Call, form_of
+from pyg_dfgnn.nn.edges import ConvCall, form_of
 from pyg_dfgnn.nn.gate import methods_of
 
 
@@ -24,7 +24,7 @@ class APPNP(NormalizedConv, conv.APPNP):
     _upstream_methods = methods_of(conv.APPNP)
     _keeps_edges = True
 
-    def _call(self, x: Tensor, edge_index: Adj | Graph, edge_weight: OptTensor = None) -> Call:
+    def _call(self, x: Tensor, edge_index: Adj | Graph, edge_weight: OptTensor = None) -> ConvCall:
         reasons = []
         if self._drops:
             if is_matrix(form_of(edge_index)):

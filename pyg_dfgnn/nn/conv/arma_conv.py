@@ -8,7 +8,7 @@ from torch_geometric.typing import Adj, OptTensor
 
 from pyg_dfgnn.graph import Graph
 from pyg_dfgnn.nn.conv.normalized import NormalizedConv
-from pyg_dfgnn.nn.edges import Call, form_of
+from pyg_dfgnn.nn.edges import ConvCall, form_of
 from pyg_dfgnn.nn.gate import is_multiple, methods_of
 
 
@@ -31,7 +31,7 @@ class ARMAConv(NormalizedConv, conv.ARMAConv):
     def _width(self) -> int:
         return int(self.num_stacks * self.out_channels)
 
-    def _call(self, x: Tensor, edge_index: Adj | Graph, edge_weight: OptTensor = None) -> Call:
+    def _call(self, x: Tensor, edge_index: Adj | Graph, edge_weight: OptTensor = None) -> ConvCall:
         reasons = []
         if is_multiple(self.aggr_module):
             reasons.append("several aggregations of stacks that lie side by side")

@@ -46,7 +46,7 @@ class ChebConv(AggregationConv, conv.ChebConv):
         edge_weight: OptTensor = None,
         batch: OptTensor = None,
         lambda_max: Any = None,
-    ) -> edges.Call:
+    ) -> edges.ConvCall:
         reasons = []
         if is_matrix(edges.form_of(edge_index)):
             reasons.append("a sparse adjacency")
@@ -88,16 +88,18 @@ class ChebConv(AggregationConv, conv.ChebConv):
     def _as_run(
         self,
         problem: Any,
-        call: edges.Call,
+        call: edges.ConvCall,
         x: Tensor,
         edge_index: Adj | Graph,
         edge_weight: OptTensor = None,
         batch: OptTensor = None,
         lambda_max: Any = None,
-    ) -> tuple[Any, edges.Call]:
+    ) -> tuple[Any, edges.ConvCall]:
         return self._as_sent(problem, call, self._laplacian(call, x, batch, lambda_max)[0])
 
-    def _laplacian(self, call: edges.Call, x: Tensor, batch: OptTensor, lambda_max: Any) -> tuple[Sent, float, float]:
+    def _laplacian(
+        self, call: edges.ConvCall, x: Tensor, batch: OptTensor, lambda_max: Any
+    ) -> tuple[Sent, float, float]:
         """Return what travels along the edges of a call without reasons, and the factors of its sum and of the node.
 
         Raises:

@@ -9,7 +9,7 @@ from torch_geometric.typing import Adj
 
 from pyg_dfgnn.graph import Graph
 from pyg_dfgnn.nn.conv.aggregation import AggregationConv, Question, is_matrix
-from pyg_dfgnn.nn.edges import Call, form_of
+from pyg_dfgnn.nn.edges import ConvCall, form_of
 from pyg_dfgnn.nn.gate import methods_of, statistics_of
 from pyg_dfgnn.ops.segment import aggregate, inverse_root_degree
 from pyg_dfgnn.ops.visits import run_left
@@ -33,7 +33,7 @@ class ClusterGCNConv(AggregationConv, conv.ClusterGCNConv):
         message, _, channels, scaled, edge_channels = super()._question(x, edge)
         return message, ("mean",), channels, scaled, edge_channels
 
-    def _call(self, x: Tensor, edge_index: Adj | Graph) -> Call:
+    def _call(self, x: Tensor, edge_index: Adj | Graph) -> ConvCall:
         reasons = []
         if statistics_of(self.aggr_module) != ("sum",):
             reasons.append(f"the aggregation needs to be a sum (got {self.aggr!r})")

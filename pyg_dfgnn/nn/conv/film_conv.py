@@ -13,7 +13,7 @@ from pyg_dfgnn.graph import Graph
 from pyg_dfgnn.graph.relations import one_relation
 from pyg_dfgnn.ir.layers import Layer
 from pyg_dfgnn.nn.conv.relational import RelationalConv
-from pyg_dfgnn.nn.edges import Call
+from pyg_dfgnn.nn.edges import ConvCall
 from pyg_dfgnn.nn.gate import has_hooks, methods_of, statistics_of
 from pyg_dfgnn.nn.projection import is_plain_linear
 from pyg_dfgnn.ops.relational import RowSet
@@ -51,7 +51,7 @@ class FiLMConv(RelationalConv, conv.FiLMConv):
     _node_dim = -2
     _fused_statistics = frozenset({"sum", "mean", "max"})
 
-    def _call(self, x: Tensor | PairTensor, edge_index: Adj | Graph, edge_type: OptTensor = None) -> Call:
+    def _call(self, x: Tensor | PairTensor, edge_index: Adj | Graph, edge_type: OptTensor = None) -> ConvCall:
         nodes = (x, x) if isinstance(x, Tensor) else tuple(x)
         reasons = [] if activation_of(self.act) is not None else [f"the activation {self.act}"]
         if not all(map(is_plain_linear, (*self.lins, *self.films))):
@@ -60,7 +60,7 @@ class FiLMConv(RelationalConv, conv.FiLMConv):
         return self._ask(nodes, edge_index, edge_type, self.lins[0].weight, reasons, typed=self._count_relations() > 1)
 
     def _program(
-        self, call: Call, graph: Graph | RowSet, x: Tensor | PairTensor, *_: Any
+        self, call: ConvCall, graph: Graph | RowSet, x: Tensor | PairTensor, *_: Any
     ) -> tuple[Layer, dict[str, Tensor]]:
         x_src, x_dst = (x, x) if isinstance(x, Tensor) else x
         layers = [(lin.weight, film.weight, film.bias) for lin, film in zip(self.lins, self.films, strict=True)]
@@ -75,7 +75,7 @@ class FiLMConv(RelationalConv, conv.FiLMConv):
         numbers = [self._static_number(self.act, "act.negative_slope")] if len(act) > 1 else []
         return ("film", aggr, act[0], *numbers), inputs
 
-    def _graph(self, call: Call) -> Graph | RowSet:
+    def _graph(self, call: ConvCall) -> Graph | RowSet:
         if self._count_relations() > 1:
             return super()._graph(call)
         sizes = call.num_src, call.num_dst

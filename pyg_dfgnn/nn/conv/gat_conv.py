@@ -10,7 +10,7 @@ from torch_geometric.typing import Adj, OptPairTensor, OptTensor, Size
 
 from pyg_dfgnn.graph import Graph
 from pyg_dfgnn.nn.conv.attention import AttentionConv
-from pyg_dfgnn.nn.edges import Call, with_weights
+from pyg_dfgnn.nn.edges import ConvCall, with_weights
 from pyg_dfgnn.nn.gate import methods_of, promoted_dtype, settle
 from pyg_dfgnn.nn.projection import is_plain_linear
 from pyg_dfgnn.ops.attention.functional import add_attention
@@ -39,7 +39,7 @@ class GATConv(AttentionConv, conv.GATConv):
         edge_attr: OptTensor = None,
         size: Size = None,
         return_attention_weights: bool | None = None,
-    ) -> Call:
+    ) -> ConvCall:
         nodes = (x, x) if isinstance(x, Tensor) else tuple(x)
         reasons = [] if nodes[0] is not None else ["x is missing on the side that sends"]
         return self._gate(

@@ -9,7 +9,7 @@ from torch_geometric.typing import Adj, OptTensor, PairTensor
 
 from pyg_dfgnn.graph import Graph
 from pyg_dfgnn.nn.conv.attention import AttentionConv
-from pyg_dfgnn.nn.edges import Call, adjacency_features, with_weights
+from pyg_dfgnn.nn.edges import ConvCall, adjacency_features, with_weights
 from pyg_dfgnn.nn.gate import methods_of, promoted_dtype, settle
 from pyg_dfgnn.nn.projection import project
 from pyg_dfgnn.ops.attention.functional import gatv2_attention
@@ -38,7 +38,7 @@ class GATv2Conv(AttentionConv, conv.GATv2Conv):
         edge_index: Adj | Graph,
         edge_attr: OptTensor = None,
         return_attention_weights: bool | None = None,
-    ) -> Call:
+    ) -> ConvCall:
         nodes = (x, x) if isinstance(x, Tensor) else (x[0], x[1])
         reasons = []
         if nodes[0] is None or nodes[1] is None:

@@ -7,7 +7,7 @@ from torch_geometric.typing import Adj, OptTensor
 
 from pyg_dfgnn.graph import Graph
 from pyg_dfgnn.nn.conv.normalized import NormalizedConv
-from pyg_dfgnn.nn.edges import Call
+from pyg_dfgnn.nn.edges import ConvCall
 from pyg_dfgnn.nn.gate import methods_of
 
 
@@ -25,7 +25,7 @@ class GCN2Conv(NormalizedConv, conv.GCN2Conv):
 
     def _call(  # type: ignore[override]
         self, x: Tensor, x_0: Tensor, edge_index: Adj | Graph, edge_weight: OptTensor = None
-    ) -> Call:
+    ) -> ConvCall:
         return self._ask_normalized(x, edge_index, edge_weight)
 
     def forward(self, x: Tensor, x_0: Tensor, edge_index: Adj | Graph, edge_weight: OptTensor = None) -> Tensor:

@@ -10,7 +10,7 @@ from torch_geometric.typing import Adj, OptPairTensor, OptTensor, Size
 from pyg_dfgnn.dispatch.segment import holds_layer
 from pyg_dfgnn.graph import Graph
 from pyg_dfgnn.nn.conv.aggregation import AggregationConv, Question
-from pyg_dfgnn.nn.edges import Call, adjacency_features, num_edges
+from pyg_dfgnn.nn.edges import ConvCall, adjacency_features, num_edges
 from pyg_dfgnn.nn.gate import methods_of
 from pyg_dfgnn.nn.projection import is_plain_linear
 from pyg_dfgnn.ops.visits import run_left
@@ -27,7 +27,7 @@ class GINConv(AggregationConv, conv.GINConv):
     propagate_type = {"x": OptPairTensor}
     _upstream_methods = methods_of(conv.GINConv)
 
-    def _call(self, x: Tensor | OptPairTensor, edge_index: Adj | Graph, size: Size = None) -> Call:
+    def _call(self, x: Tensor | OptPairTensor, edge_index: Adj | Graph, size: Size = None) -> ConvCall:
         return self._ask(x, edge_index, size=size, weighted=self._reads_values(edge_index))
 
     def forward(self, x: Tensor | OptPairTensor, edge_index: Adj | Graph, size: Size = None) -> Tensor:
@@ -78,7 +78,7 @@ class GINEConv(AggregationConv, conv.GINEConv):
         edge_index: Adj | Graph,
         edge_attr: OptTensor = None,
         size: Size = None,
-    ) -> Call:
+    ) -> ConvCall:
         features = adjacency_features(edge_index)
         attr = features if edge_attr is None else edge_attr
         reasons: tuple[str, ...] = ()

@@ -8,7 +8,7 @@ from torch_geometric.typing import Adj, OptPairTensor, OptTensor, Size
 
 from pyg_dfgnn.graph import Graph
 from pyg_dfgnn.nn.conv.aggregation import AggregationConv
-from pyg_dfgnn.nn.edges import Call
+from pyg_dfgnn.nn.edges import ConvCall
 from pyg_dfgnn.nn.gate import methods_of
 from pyg_dfgnn.ops.visits import run_left
 
@@ -30,7 +30,7 @@ class GraphConv(AggregationConv, conv.GraphConv):
         edge_index: Adj | Graph,
         edge_weight: OptTensor = None,
         size: Size = None,
-    ) -> Call:
+    ) -> ConvCall:
         return self._ask(x, edge_index, edge_weight, size=size)
 
     def forward(

@@ -11,7 +11,7 @@ from pyg_dfgnn.graph import Graph, compact_rows
 from pyg_dfgnn.ir.layers import Layer
 from pyg_dfgnn.nn.conv.joint import JointConv
 from pyg_dfgnn.nn.dense import TorchLinear
-from pyg_dfgnn.nn.edges import Call
+from pyg_dfgnn.nn.edges import ConvCall
 from pyg_dfgnn.nn.gate import is_plain_layer, methods_of
 from pyg_dfgnn.nn.programs import kept_by_dropout
 from pyg_dfgnn.ops.relational import RowSet
@@ -34,7 +34,7 @@ class HANConv(JointConv, conv.HANConv):
         x_dict: dict[NodeType, Tensor],
         edge_index_dict: dict[EdgeType, Any],
         return_semantic_attention_weights: bool = False,
-    ) -> Call:
+    ) -> ConvCall:
         plain = is_plain_layer(self.k_lin, (torch.nn.Linear, TorchLinear)) and self.k_lin.bias is not None
         reasons = [] if plain else ["k_lin is another layer than PyG's"]
         unknown = [name for name in x_dict if name not in self.proj]
@@ -46,7 +46,7 @@ class HANConv(JointConv, conv.HANConv):
         return self._ask_joint(x_dict, edge_index_dict, types, self.metadata[1], self.k_lin.weight, reasons)
 
     def _program(
-        self, call: Call, graph: Graph | RowSet, x_dict: dict[NodeType, Tensor], *_: Any, **__: Any
+        self, call: ConvCall, graph: Graph | RowSet, x_dict: dict[NodeType, Tensor], *_: Any, **__: Any
     ) -> tuple[Layer, dict[str, Tensor]]:
         heads = self.heads
         rows = torch.cat([self.proj[name](x_dict[name]) for name in call.edge_index.sizes])
@@ -85,7 +85,7 @@ class HANConv(JointConv, conv.HANConv):
             weights[name] = share[torch.tensor(relations, device=share.device)]
         return out_dict, weights
 
-    def _shares(self, call: Call, graph: Graph, z: Tensor) -> Tensor:
+    def _shares(self, call: ConvCall, graph: Graph, z: Tensor) -> Tensor:
         """Return the semantic attention: the share of each relation in what its targets receive, [R]."""
         weight, bias, q = self.k_lin.weight.t(), self.k_lin.bias, self.q[0]
         scores = self._run(call, graph, ("han_scores",), {"z": z, "weight": weight, "bias": bias, "q": q})["out"]

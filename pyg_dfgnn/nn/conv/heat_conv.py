@@ -14,7 +14,7 @@ from pyg_dfgnn.graph import Graph
 from pyg_dfgnn.ir.layers import Layer
 from pyg_dfgnn.nn.conv.relational import RelationalConv
 from pyg_dfgnn.nn.dense.hetero_linear import HETERO_LINEAR, typed_rows
-from pyg_dfgnn.nn.edges import Call, num_edges
+from pyg_dfgnn.nn.edges import ConvCall, num_edges
 from pyg_dfgnn.nn.gate import is_plain_layer, methods_of, promoted_dtype, settle
 from pyg_dfgnn.nn.programs import kept_by_dropout, run
 from pyg_dfgnn.nn.projection import is_plain_linear
@@ -36,7 +36,7 @@ class HEATConv(RelationalConv, conv.HEATConv):
 
     def _call(
         self, x: Tensor, edge_index: Adj | Graph, node_type: Tensor, edge_type: Tensor, edge_attr: OptTensor = None
-    ) -> Call:
+    ) -> ConvCall:
         reasons = [] if edge_attr is not None else ["edge_attr is missing"]
         if not all(map(is_plain_linear, (self.att, self.lin))):
             reasons.append("att or lin is another layer than PyG's")
@@ -57,18 +57,18 @@ class HEATConv(RelationalConv, conv.HEATConv):
         return run(("hetero_linear",), *typed_rows(self.hetero_lin, x, node_type, "node_type"), dtype)["out"]
 
     def _program(
-        self, call: Call, graph: Graph | RowSet, x: Tensor, edge_index: Any, node_type: Tensor, *_: Any
+        self, call: ConvCall, graph: Graph | RowSet, x: Tensor, edge_index: Any, node_type: Tensor, *_: Any
     ) -> tuple[Layer, dict[str, Tensor]]:
         return self._attention(call, graph, self._nodes(x, node_type, call.problem[0]), self._edge(call))
 
-    def _edge(self, call: Call) -> Tensor:
+    def _edge(self, call: ConvCall) -> Tensor:
         """Return the embedded features of the edges, [E, F]."""
         assert call.edge_attr is not None
         check_shape("edge_attr", call.edge_attr, (num_edges(call.edge_index), "D"), "[E, edge_dim]")
         return F.leaky_relu(self.edge_attr_emb(call.edge_attr), self.negative_slope)
 
     def _attention(
-        self, call: Call, graph: Graph | RowSet, nodes: Tensor, edge: Tensor
+        self, call: ConvCall, graph: Graph | RowSet, nodes: Tensor, edge: Tensor
     ) -> tuple[Layer, dict[str, Tensor]]:
         sizes = [self.out_channels, self.out_channels, self.edge_type_emb.embedding_dim, edge.size(1)]
         target, source, relation, attr = self.att.weight.split(sizes, dim=1)

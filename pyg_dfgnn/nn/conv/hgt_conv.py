@@ -18,7 +18,7 @@ from pyg_dfgnn.ir.layers import Layer
 from pyg_dfgnn.ir.passes import RowCounts, rounded
 from pyg_dfgnn.nn.conv.joint import JointConv
 from pyg_dfgnn.nn.dense.hetero_linear import HETERO_DICT_LINEAR, HETERO_LINEAR, LINEAR, MANY_TYPES
-from pyg_dfgnn.nn.edges import Call
+from pyg_dfgnn.nn.edges import ConvCall
 from pyg_dfgnn.nn.gate import has_hooks, is_plain_layer, methods_of
 from pyg_dfgnn.nn.programs import moved
 from pyg_dfgnn.ops.eager import is_eager
@@ -92,14 +92,14 @@ class HGTConv(JointConv, conv.HGTConv):
     propagate_type = {"k": Tensor, "q": Tensor, "v": Tensor, "edge_attr": Tensor}
     _upstream_methods = methods_of(conv.HGTConv)
 
-    def _call(self, x_dict: dict[NodeType, Tensor], edge_index_dict: dict[EdgeType, Any]) -> Call:
+    def _call(self, x_dict: dict[NodeType, Tensor], edge_index_dict: dict[EdgeType, Any]) -> ConvCall:
         plain = all(is_plain_layer(layer, HETERO_LINEAR) for layer in (self.k_rel, self.v_rel))
         reasons = [] if plain else ["k_rel or v_rel is another layer than PyG's"]
         types = list(self.kqv_lin.lins)
         return self._ask_joint(x_dict, edge_index_dict, types, self.edge_types, self.k_rel.weight, reasons)
 
     def _program(
-        self, call: Call, graph: Graph | RowSet, x_dict: dict[NodeType, Tensor], *_: Any
+        self, call: ConvCall, graph: Graph | RowSet, x_dict: dict[NodeType, Tensor], *_: Any
     ) -> tuple[Layer, dict[str, Tensor]]:
         heads, channels, names = self.heads, self.out_channels // self.heads, call.edge_index.sizes
         key, value = (

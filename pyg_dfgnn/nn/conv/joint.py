@@ -73,7 +73,7 @@ class JointConv(RelationalConv):
         edge_types: Sequence[EdgeType],
         weight: Tensor,
         reasons: Sequence[str] = (),
-    ) -> edges.Call:
+    ) -> edges.ConvCall:
         """Ask the gate about a call.
 
         Args:
@@ -97,7 +97,7 @@ class JointConv(RelationalConv):
         features = list(nodes.values())
         if not features or not all(isinstance(x, Tensor) and x.dim() == 2 for x in features):
             against.append("x_dict has no matrix [N, F] for each node type")
-            return edges.Call(against, (), Sets(edge_index_dict, {}, {}), "dict")
+            return edges.ConvCall(against, (), Sets(edge_index_dict, {}, {}), "dict")
         first = features[0]
         if any(x.dtype is not first.dtype or x.device != first.device for x in features):
             against.append("the features in x_dict have several dtypes or devices")
@@ -119,7 +119,7 @@ class JointConv(RelationalConv):
                 against += self._edge_set_reasons(sets, edge_type, first.device)
         problem = self._storage_dtype(first), first.device
         against += reasons_on_device(type(self), first.device, *problem)
-        return edges.Call(against, problem, sets, "dict")
+        return edges.ConvCall(against, problem, sets, "dict")
 
     def _edge_set_reasons(self, sets: Sets, edge_type: EdgeType, device: torch.device) -> list[str]:
         """Return what the edges of one type have against the fused forward."""
@@ -139,14 +139,14 @@ class JointConv(RelationalConv):
                 reasons.append(f"the edges of {edge_type} are between {declared} nodes and the features of {sizes}")
         return reasons
 
-    def _graph(self, call: edges.Call) -> Graph | RowSet:
+    def _graph(self, call: edges.ConvCall) -> Graph | RowSet:
         sets: Sets = call.edge_index
         edge_sets = tuple(sets.edge_index.values())
         if torch.compiler.is_compiling():
             return RowSet("joint", edge_sets, sets.numbers)
         return joint_graph(edge_sets, sets.numbers) if sets.graph is None else sets.graph
 
-    def _fall_back(self, call: edges.Call, x: Any, *args: Any, **kwargs: Any) -> Any:
+    def _fall_back(self, call: edges.ConvCall, x: Any, *args: Any, **kwargs: Any) -> Any:
         plain = {
             name: edges.edges_in_flow(edge_index, "source_to_target") if isinstance(edge_index, Graph) else edge_index
             for name, edge_index in call.edge_index.edge_index.items()

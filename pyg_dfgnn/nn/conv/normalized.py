@@ -52,15 +52,15 @@ class NormalizedConv(AggregationConv):
         """Return whether factors of nodes will do for a normalisation, so that no weights are made."""
         return edge is None and not self._drops and _SCALED.issuperset(statistics_of(self.aggr_module))
 
-    def _call(self, x: Tensor, edge_index: Adj | Graph, edge_weight: Tensor | None = None) -> edges.Call:
+    def _call(self, x: Tensor, edge_index: Adj | Graph, edge_weight: Tensor | None = None) -> edges.ConvCall:
         return self._ask_normalized(x, edge_index, edge_weight)
 
-    def _ask_normalized(self, x: Any, edge_index: Any, edge_weight: Tensor | None, *reasons: str) -> edges.Call:
+    def _ask_normalized(self, x: Any, edge_index: Any, edge_weight: Tensor | None, *reasons: str) -> edges.ConvCall:
         """Ask the gate about a call whose edges are to be normalised, if the conv does so."""
         against, loops = list(reasons), self.normalize and self.add_self_loops
         form = edges.form_of(edge_index)
         if isinstance(x, Tensor) and x.dim() != 2:
-            return edges.Call([*against, NO_MATRIX], (), edge_index, form)
+            return edges.ConvCall([*against, NO_MATRIX], (), edge_index, form)
         if not isinstance(x, Tensor):
             against.append("x is no tensor")
             x = None
@@ -84,7 +84,7 @@ class NormalizedConv(AggregationConv):
                 against.append("cached=True with a sparse adjacency")
         return self._ask((x, x), edge_index, edge_weight, self_loops=loops, reasons=tuple(against))
 
-    def _normalized(self, call: edges.Call, x: Tensor) -> Sent:
+    def _normalized(self, call: edges.ConvCall, x: Tensor) -> Sent:
         """Return what a call without reasons sends.
 
         Args:
@@ -113,7 +113,7 @@ class NormalizedConv(AggregationConv):
         weight = self._normalized_weight(call, graph, x)
         return Sent(graph, weight, dtype=weight.dtype)
 
-    def _of_part(self, call: edges.Call, part: Part, x: Tensor) -> Sent:
+    def _of_part(self, call: edges.ConvCall, part: Part, x: Tensor) -> Sent:
         """Return what a call with a part of a graph sends: degrees are those of the whole graph, one exchange each."""
         graph, _, _ = self._edges(call, measured=True)
         scale, key = inverse_root_degree(graph), ("inverse_root_degree", bool(call.self_loops))
@@ -123,7 +123,7 @@ class NormalizedConv(AggregationConv):
                 part.kept[key] = part.exchange(scale.clone().view(-1, 1)).view(-1)
         return Sent(graph, scale=scale, dtype=x.dtype, part=part, source_scale=part.kept[key])
 
-    def _without_self_loops(self, call: edges.Call) -> Graph | None:
+    def _without_self_loops(self, call: edges.ConvCall) -> Graph | None:
         """Return the edges where each node gets a self-loop and none has one, so that no array need hold them."""
         is_sum = self._is_by_node(call.edge_attr) and statistics_of(self.aggr_module) == ("sum",)
         if not call.self_loops or not is_sum or torch.compiler.is_compiling():
@@ -131,13 +131,13 @@ class NormalizedConv(AggregationConv):
         graph, _, _ = self._edges(call._replace(self_loops=False), measured=True)
         return None if isinstance(graph, EdgeSet) or graph.has_loops else graph
 
-    def _as_run(self, problem: Any, call: edges.Call, x: Tensor, *_: Any, **__: Any) -> tuple[Any, edges.Call]:
+    def _as_run(self, problem: Any, call: edges.ConvCall, x: Tensor, *_: Any, **__: Any) -> tuple[Any, edges.ConvCall]:
         # A description leaves nothing to later calls.
         if self._takes_cache and self._cached_edge_index is None:
             return problem, call
         return self._as_sent(problem, call, self._normalized(call, x))
 
-    def _normalized_weight(self, call: edges.Call, graph: Graph | EdgeSet, x: Tensor) -> Tensor:
+    def _normalized_weight(self, call: edges.ConvCall, graph: Graph | EdgeSet, x: Tensor) -> Tensor:
         """Return the normalised weights of a graph's edges, [E]; the host waits for no device."""
         ends = graph.edge_index
         if isinstance(graph, Graph) and graph.is_bare:
@@ -153,7 +153,7 @@ class NormalizedConv(AggregationConv):
         degree = aggregate(graph, wide.new_ones(graph.num_src, 1), message="weight", edge=wide).view(-1)
         return symmetric_norm(ends, wide, degree).to(weight.dtype)
 
-    def _with_loops(self, call: edges.Call, graph: Graph, weight: Tensor) -> Tensor:
+    def _with_loops(self, call: edges.ConvCall, graph: Graph, weight: Tensor) -> Tensor:
         """Return the weights in the order of a graph with replaced self-loops, which keep the weights they had."""
         kept = graph.kept
         assert kept is not None
@@ -168,7 +168,7 @@ class NormalizedConv(AggregationConv):
         loops = loops.index_put((nodes,), weight.index_select(0, places))
         return torch.cat([weight.index_select(0, kept), loops])
 
-    def _from_cache(self, call: edges.Call, x: Tensor, by_node: bool) -> Sent:
+    def _from_cache(self, call: edges.ConvCall, x: Tensor, by_node: bool) -> Sent:
         """Return what the edges of the first call send, which stay until `reset_parameters`, as in PyG."""
         is_first = self._cached_edge_index is None
         if is_first:

@@ -13,7 +13,7 @@ from pyg_dfgnn.graph import EdgeSet, Graph
 from pyg_dfgnn.graph.ends import Part
 from pyg_dfgnn.nn.aggr.scaler import factors_of
 from pyg_dfgnn.nn.conv.aggregation import AggregationConv, Question
-from pyg_dfgnn.nn.edges import Call, adjacency_features
+from pyg_dfgnn.nn.edges import ConvCall, adjacency_features
 from pyg_dfgnn.nn.gate import FusedConv, methods_of, statistics_of
 from pyg_dfgnn.nn.projection import is_plain_linear
 from pyg_dfgnn.ops.groups import degree
@@ -61,7 +61,7 @@ class PNAConv(AggregationConv, conv.PNAConv):
             layers.append(self.edge_encoder)
         return [] if all(map(is_plain_linear, layers)) else ["a layer is no plain linear layer"]
 
-    def _call(self, x: Tensor, edge_index: Adj | Graph, edge_attr: OptTensor = None) -> Call:
+    def _call(self, x: Tensor, edge_index: Adj | Graph, edge_attr: OptTensor = None) -> ConvCall:
         reasons, values = self._layer_reasons(), adjacency_features(edge_index)
         if values is None and isinstance(edge_index, SparseTensor) and edge_index.has_value():
             reasons.append("a SparseTensor with one value per edge")

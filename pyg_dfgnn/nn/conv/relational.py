@@ -35,17 +35,17 @@ class RelationalConv(FusedConv):
         return ()
 
     def _program(
-        self, call: edges.Call, graph: Graph | RowSet, *args: Any, **kwargs: Any
+        self, call: edges.ConvCall, graph: Graph | RowSet, *args: Any, **kwargs: Any
     ) -> tuple[Layer, dict[str, Tensor]]:
         raise NotImplementedError
 
-    def _planned(self, problem: Any, call: edges.Call, *args: Any, **kwargs: Any) -> tuple[Graph, Any]:
+    def _planned(self, problem: Any, call: edges.ConvCall, *args: Any, **kwargs: Any) -> tuple[Graph, Any]:
         graph = self._graph(call)
         assert isinstance(graph, Graph)
         layer, inputs = self._program(call, graph, *args, **kwargs)
         return graph, explain(layer, rows_of(graph), inputs, self._outputs(call))
 
-    def _outputs(self, call: edges.Call) -> Sequence[str] | None:
+    def _outputs(self, call: edges.ConvCall) -> Sequence[str] | None:
         """Return which outputs of the program a call reads; None for all."""
         return None
 
@@ -59,7 +59,7 @@ class RelationalConv(FusedConv):
         *,
         typed: bool = True,
         **options: Any,
-    ) -> edges.Call:
+    ) -> edges.ConvCall:
         """Ask the gate about a call.
 
         Args:
@@ -103,7 +103,7 @@ class RelationalConv(FusedConv):
     def _count_relations(self) -> int:
         return self._integer(self.num_relations, "num_relations")
 
-    def _graph(self, call: edges.Call) -> Graph | RowSet:
+    def _graph(self, call: edges.ConvCall) -> Graph | RowSet:
         """Return the graph of a call without reasons, with its relations; while torch.compile traces, what names it.
 
         Raises:
@@ -156,13 +156,13 @@ class RelationalConv(FusedConv):
         return float(attrgetter(name)(self))
 
     def _run(
-        self, call: edges.Call, graph: Graph | RowSet, layer: Layer, inputs: dict[str, Tensor]
+        self, call: edges.ConvCall, graph: Graph | RowSet, layer: Layer, inputs: dict[str, Tensor]
     ) -> dict[str, Tensor]:
         """Return the outputs of a program, in PyG's dtype."""
         rows = graph if isinstance(graph, RowSet) else rows_of(graph)
         return run(layer, rows, inputs, call.problem[0], self._outputs(call))
 
-    def _types_for_pyg(self, call: edges.Call, edge_type: OptTensor) -> OptTensor:
+    def _types_for_pyg(self, call: edges.ConvCall, edge_type: OptTensor) -> OptTensor:
         """Return the relations as PyG's forward takes them, which a `Graph` may hold."""
         if call.form == "Graph" and edge_type is None and call.edge_index.relation is not None:
             return call.edge_index.relation.long()

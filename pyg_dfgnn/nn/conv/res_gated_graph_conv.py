@@ -6,7 +6,7 @@ from torch_geometric.typing import Adj, OptTensor, PairTensor
 
 from pyg_dfgnn.graph import Graph
 from pyg_dfgnn.nn.conv.aggregation import AggregationConv
-from pyg_dfgnn.nn.edges import Call, adjacency_features
+from pyg_dfgnn.nn.edges import ConvCall, adjacency_features
 from pyg_dfgnn.nn.gate import methods_of
 from pyg_dfgnn.nn.projection import project
 from pyg_dfgnn.ops.visits import run_left
@@ -28,7 +28,7 @@ class ResGatedGraphConv(AggregationConv, conv.ResGatedGraphConv):
     _channels = "out_channels"
     _fused_statistics = frozenset({"sum", "mean"})
 
-    def _call(self, x: Tensor | PairTensor, edge_index: Adj | Graph, edge_attr: OptTensor = None) -> Call:
+    def _call(self, x: Tensor | PairTensor, edge_index: Adj | Graph, edge_attr: OptTensor = None) -> ConvCall:
         reasons = []
         if not isinstance(x, Tensor) and (x[0] is None or x[1] is None):
             reasons.append("x is missing on one side")

@@ -14,7 +14,7 @@ from pyg_dfgnn.graph import Graph
 from pyg_dfgnn.ir.layers import Layer
 from pyg_dfgnn.nn.conv.aggregation import is_matrix, values_of
 from pyg_dfgnn.nn.conv.relational import RelationalConv
-from pyg_dfgnn.nn.edges import Call, edges_in_flow, form_of, num_edges, with_weights
+from pyg_dfgnn.nn.edges import ConvCall, edges_in_flow, form_of, num_edges, with_weights
 from pyg_dfgnn.nn.gate import methods_of
 from pyg_dfgnn.nn.programs import kept_by_dropout
 from pyg_dfgnn.nn.projection import is_plain_linear
@@ -48,7 +48,7 @@ class RGATConv(RelationalConv, conv.RGATConv):
         edge_attr: OptTensor = None,
         size: Size = None,
         return_attention_weights: bool | None = None,
-    ) -> Call:
+    ) -> ConvCall:
         reasons = [] if self.mod is None else [f"mod is {self.mod!r}"]
         if self.dim != 1:
             reasons.append(f"dim is {self.dim}")
@@ -75,7 +75,7 @@ class RGATConv(RelationalConv, conv.RGATConv):
         )
 
     def _program(
-        self, call: Call, graph: Graph | RowSet, x: Tensor, *_: Any, **__: Any
+        self, call: ConvCall, graph: Graph | RowSet, x: Tensor, *_: Any, **__: Any
     ) -> tuple[Layer, dict[str, Tensor]]:
         weight = self.weight if self.num_bases is None else torch.einsum("rb,bkn->rkn", self.att, self.basis)
         inputs = {"x": x, "xd": x, "weight": weight, "q": self.q, "k": self.k}
@@ -117,5 +117,5 @@ class RGATConv(RelationalConv, conv.RGATConv):
         adjacency = edges_in_flow(edge_index, self.flow) if isinstance(edge_index, Graph) else edge_index
         return with_weights(out, adjacency, results["alpha"])
 
-    def _outputs(self, call: Call) -> Sequence[str] | None:
+    def _outputs(self, call: ConvCall) -> Sequence[str] | None:
         return None if call.weights else ("out",)

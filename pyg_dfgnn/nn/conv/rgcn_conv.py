@@ -11,7 +11,7 @@ from pyg_dfgnn.graph import Graph
 from pyg_dfgnn.ir import R, S, U, V
 from pyg_dfgnn.ir.layers import Layer
 from pyg_dfgnn.nn.conv.relational import RelationalConv
-from pyg_dfgnn.nn.edges import Call
+from pyg_dfgnn.nn.edges import ConvCall
 from pyg_dfgnn.nn.gate import methods_of, settle, statistics_of
 from pyg_dfgnn.ops.relational import RowSet, rows_of
 from pyg_dfgnn.ops.visits import MEASURED_NUMBERS, is_new, may_not_wait, run_left
@@ -25,7 +25,7 @@ Nodes: TypeAlias = Tensor | tuple[Tensor | None, Tensor] | None
 class RelationalGraphConv(RelationalConv):
     """Base class of both convs: `x'_i = W_root x_i + b + sum_r aggr_{j in N_r(i)} W_r x_j`."""
 
-    def _call(self, x: Nodes, edge_index: Adj | Graph, edge_type: OptTensor = None) -> Call:
+    def _call(self, x: Nodes, edge_index: Adj | Graph, edge_type: OptTensor = None) -> ConvCall:
         x_src, x_dst = x if isinstance(x, tuple) else (x, x)
         reasons = []
         is_embedded = x_src is None or not x_src.is_floating_point()
@@ -48,7 +48,7 @@ class RelationalGraphConv(RelationalConv):
     def _storage_dtype(self, x: Tensor) -> torch.dtype:
         return super()._storage_dtype(x if x.is_floating_point() else self.weight)
 
-    def _program(self, call: Call, graph: Graph | RowSet, x: Nodes, *_: Any) -> tuple[Layer, dict[str, Tensor]]:
+    def _program(self, call: ConvCall, graph: Graph | RowSet, x: Nodes, *_: Any) -> tuple[Layer, dict[str, Tensor]]:
         x_src = x[0] if isinstance(x, tuple) else x
         (aggr,) = statistics_of(self.aggr_module)
         is_embedded = x_src is None or not x_src.is_floating_point()

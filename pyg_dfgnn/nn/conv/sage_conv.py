@@ -10,7 +10,7 @@ from torch_geometric.typing import Adj, OptPairTensor, Size
 
 from pyg_dfgnn.graph import Graph
 from pyg_dfgnn.nn.conv.aggregation import AggregationConv
-from pyg_dfgnn.nn.edges import Call
+from pyg_dfgnn.nn.edges import ConvCall
 from pyg_dfgnn.nn.gate import methods_of
 from pyg_dfgnn.ops.visits import run_left
 
@@ -26,7 +26,7 @@ class SAGEConv(AggregationConv, conv.SAGEConv):
     propagate_type = {"x": OptPairTensor}
     _upstream_methods = methods_of(conv.SAGEConv)
 
-    def _call(self, x: Tensor | OptPairTensor, edge_index: Adj | Graph, size: Size = None) -> Call:
+    def _call(self, x: Tensor | OptPairTensor, edge_index: Adj | Graph, size: Size = None) -> ConvCall:
         return self._ask(x, edge_index, size=size, weighted=self._reads_values(edge_index))
 
     def forward(self, x: Tensor | OptPairTensor, edge_index: Adj | Graph, size: Size = None) -> Tensor:

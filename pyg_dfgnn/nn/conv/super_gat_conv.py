@@ -10,7 +10,7 @@ from torch_geometric.utils import add_self_loops, remove_self_loops
 
 from pyg_dfgnn.graph import Graph
 from pyg_dfgnn.nn.conv.attention import AttentionConv
-from pyg_dfgnn.nn.edges import Call, edges_in_flow, form_of
+from pyg_dfgnn.nn.edges import ConvCall, edges_in_flow, form_of
 from pyg_dfgnn.nn.gate import methods_of, promoted_dtype, settle
 from pyg_dfgnn.ops.attention.functional import supergat_attention
 from pyg_dfgnn.ops.attention.terms import attention_terms
@@ -35,7 +35,7 @@ class SuperGATConv(AttentionConv, conv.SuperGATConv):
 
     def _call(
         self, x: Tensor, edge_index: Adj | Graph, neg_edge_index: OptTensor = None, batch: OptTensor = None
-    ) -> Call:
+    ) -> ConvCall:
         form, reasons = form_of(edge_index), []
         if form not in ("tensor", "Graph"):
             reasons.append(f"edge_index is a {form}")
@@ -81,7 +81,7 @@ class SuperGATConv(AttentionConv, conv.SuperGATConv):
         out = settle(out, dtype, not self.concat)
         return out if self.bias is None else out + self.bias
 
-    def _sample(self, h: Tensor, call: Call, neg_edge_index: OptTensor, batch: OptTensor) -> None:
+    def _sample(self, h: Tensor, call: ConvCall, neg_edge_index: OptTensor, batch: OptTensor) -> None:
         """Set what `get_attention_loss` reads: logits of sampled edges and of edges that are not there."""
         edge_index: Any = edges_in_flow(call.edge_index, self.flow) if call.form == "Graph" else call.edge_index
         if self.add_self_loops:

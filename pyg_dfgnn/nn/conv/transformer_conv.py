@@ -11,7 +11,7 @@ from torch_geometric.typing import Adj, OptTensor, PairTensor, SparseTensor
 from pyg_dfgnn.dispatch.attention.family import shares_edge_rows
 from pyg_dfgnn.graph import Graph
 from pyg_dfgnn.nn.conv.attention import AttentionConv
-from pyg_dfgnn.nn.edges import Call, adjacency_features
+from pyg_dfgnn.nn.edges import ConvCall, adjacency_features
 from pyg_dfgnn.nn.gate import methods_of, promoted_dtype, settle
 from pyg_dfgnn.nn.projection import is_plain_linear, project
 from pyg_dfgnn.ops.attention.functional import dot_attention
@@ -38,7 +38,7 @@ class TransformerConv(AttentionConv, conv.TransformerConv):
         edge_index: Adj | Graph,
         edge_attr: OptTensor = None,
         return_attention_weights: bool | None = None,
-    ) -> Call:
+    ) -> ConvCall:
         source, target = (x, x) if isinstance(x, Tensor) else (x[0], x[1])
         # A flag of any value asks for the weights, as in PyG.
         weights = isinstance(return_attention_weights, bool)

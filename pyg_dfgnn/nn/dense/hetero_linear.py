@@ -10,7 +10,7 @@ from torch_geometric.nn import dense
 from pyg_dfgnn.errors import check_shape
 from pyg_dfgnn.fallback import NO_DEVICE, report_fallback
 from pyg_dfgnn.graph import Graph
-from pyg_dfgnn.ir import Rows
+from pyg_dfgnn.ir import IndexSpace
 from pyg_dfgnn.nn.dense.linear import Linear
 from pyg_dfgnn.nn.drop_ins import Description, shown
 from pyg_dfgnn.nn.gate import export_reasons, is_plain_layer, reasons_on_device, storage_dtype
@@ -23,7 +23,7 @@ MANY_TYPES = 10
 """Types from which one product is faster than one each, as PyG has it."""
 
 
-def rows_of_types(type_vec: Tensor, num_types: int) -> Rows | RowSet:
+def rows_of_types(type_vec: Tensor, num_types: int) -> IndexSpace | RowSet:
     """Return rows of these types, kept while `type_vec` lives unchanged; while torch.compile traces, what names them.
 
     Args:
@@ -58,7 +58,7 @@ class TypedLayer(Scripted, torch.nn.Module):
     def _reasons(self, *args: Any) -> list[str]:
         raise NotImplementedError
 
-    def _typed(self, *args: Any) -> tuple[Rows | RowSet, dict[str, Tensor]]:
+    def _typed(self, *args: Any) -> tuple[IndexSpace | RowSet, dict[str, Tensor]]:
         raise NotImplementedError
 
     def _product(self, *args: Any) -> Tensor:
@@ -77,7 +77,7 @@ class TypedLayer(Scripted, torch.nn.Module):
         if own:
             return Description(shown(self), tuple(own))
         rows, inputs = self._typed(*args)
-        assert isinstance(rows, Rows)
+        assert isinstance(rows, IndexSpace)
         x = inputs["x"]
         problem = RelationalProblem(storage_dtype(x), x.device if device is None else device)
         if reasons := self._reasons_against(problem):
@@ -125,13 +125,13 @@ class HeteroLinear(TypedLayer, dense.HeteroLinear):
             reasons.append(f"type_vec is on {type_vec.device} and x on {x.device}")
         return reasons
 
-    def _typed(self, x: Tensor, type_vec: Tensor) -> tuple[Rows | RowSet, dict[str, Tensor]]:
+    def _typed(self, x: Tensor, type_vec: Tensor) -> tuple[IndexSpace | RowSet, dict[str, Tensor]]:
         return typed_rows(self, x, type_vec)
 
 
 def typed_rows(
     layer: Any, x: Tensor, type_vec: Tensor, name: str = "type_vec"
-) -> tuple[Rows | RowSet, dict[str, Tensor]]:
+) -> tuple[IndexSpace | RowSet, dict[str, Tensor]]:
     """Return the rows and the inputs of the program of a `HeteroLinear`, of ours or of PyG.
 
     Raises:
@@ -187,7 +187,7 @@ class HeteroDictLinear(TypedLayer, dense.HeteroDictLinear):
             return ["the features have several dtypes or devices"]
         return self._reasons_of(first, layers[0].weight)
 
-    def _typed(self, x_dict: dict[Any, Tensor]) -> tuple[Rows | RowSet, dict[str, Tensor]]:
+    def _typed(self, x_dict: dict[Any, Tensor]) -> tuple[IndexSpace | RowSet, dict[str, Tensor]]:
         keys = self._keys(x_dict)
         layers, features = [self.lins[key] for key in keys], [x_dict[key] for key in keys]
         inputs = {"x": torch.cat(features), "weight": torch.stack([layer.weight.t() for layer in layers])}

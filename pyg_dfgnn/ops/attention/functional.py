@@ -29,7 +29,7 @@ from pyg_dfgnn.ops.relational.linear import typed_linear
 from pyg_dfgnn.reference import attention as reference
 from pyg_dfgnn.settings import Settings
 from pyg_dfgnn.statements.attention import statement_of
-from pyg_dfgnn.statements.op import Derived
+from pyg_dfgnn.statements.op import Precomputed
 from pyg_dfgnn.statements.score import Score
 from pyg_dfgnn.statements.scores import ADD, COSINE, DOT, GATV2, SCORES, SUPERGAT_MX, SUPERGAT_SD, register
 
@@ -76,7 +76,7 @@ def _reference(
     )
 
 
-def _derive(derived: Derived, problem: AttentionProblem) -> Callable[[Tensor], Tensor]:
+def _derive(derived: Precomputed, problem: AttentionProblem) -> Callable[[Tensor], Tensor]:
     """Return the function that computes the inverse norms of rows."""
     return InverseNorm(problem.heads, problem.channels, problem.dtype)
 

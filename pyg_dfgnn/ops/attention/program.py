@@ -7,12 +7,12 @@ from torch import Tensor
 
 from pyg_dfgnn.ir.attention import LOGITS, attention
 from pyg_dfgnn.ir.program import SEED
-from pyg_dfgnn.ops.function import Call
+from pyg_dfgnn.ops.function import OpCall
 from pyg_dfgnn.ops.relational.program import gradients
 from pyg_dfgnn.statements.score import Score
 
 
-def gradients_again(score: Score, call: Call, inputs: Mapping[str, Any], *grads: Tensor) -> dict[str, Tensor] | None:
+def gradients_again(score: Score, call: OpCall, inputs: Mapping[str, Any], *grads: Tensor) -> dict[str, Tensor] | None:
     """Return the gradient of each input that needs one, or None (:attr:`pyg_dfgnn.ops.core.Op.again`)."""
     if score.name not in LOGITS:
         return None

@@ -14,15 +14,15 @@ from torch import Tensor
 from pyg_dfgnn.dispatch.core import fused_device_types
 from pyg_dfgnn.ir import interpret
 from pyg_dfgnn.ir.domains import D, E, One, R, S, Td, Ts, U, V
-from pyg_dfgnn.ir.lanes import Refusal
+from pyg_dfgnn.ir.lanes import LoweringError
 from pyg_dfgnn.ir.lowering import lower
 from pyg_dfgnn.ir.program import Program
-from pyg_dfgnn.ir.rows import Rows
+from pyg_dfgnn.ir.rows import IndexSpace
 from pyg_dfgnn.ops.families import Match, match
 from pyg_dfgnn.ops.relational.chunked import chunked_of
 from pyg_dfgnn.ops.relational.program import ALL_PASSES, Prepared, prepared_for
 
-Run = Callable[[Rows, Mapping[str, Tensor]], Mapping[str, Tensor]]
+Run = Callable[[IndexSpace, Mapping[str, Tensor]], Mapping[str, Tensor]]
 """Runs a program: (rows, inputs) -> outputs."""
 
 
@@ -35,7 +35,7 @@ class Backend(NamedTuple):
         devices: Types of devices that it runs on; None for any.
     """
 
-    find: Callable[[Program, Rows, Mapping[str, Tensor], Sequence[str]], Run | Sequence[str]]
+    find: Callable[[Program, IndexSpace, Mapping[str, Tensor], Sequence[str]], Run | Sequence[str]]
     devices: Collection[str] | None
 
 
@@ -125,7 +125,7 @@ def _weighed(program: Program) -> _Weight:
     if len(outputs) > 1 or match(program, outputs[0]) is None:
         try:
             steps = lower(ALL_PASSES.run(program, _ROWS, program.features), outputs)
-        except Refusal:
+        except LoweringError:
             steps = None
         for step in () if steps is None else (*steps.forward, *steps.backward):
             is_torchs = step.kind == "dense"
@@ -139,7 +139,7 @@ def dtype_of(inputs: Mapping[str, Tensor]) -> torch.dtype:
 
 
 def _kernels_for(
-    program: Program, rows: Rows, inputs: Mapping[str, Tensor], outputs: Sequence[str]
+    program: Program, rows: IndexSpace, inputs: Mapping[str, Tensor], outputs: Sequence[str]
 ) -> Run | Sequence[str]:
     family = match_of(program, dtype_of(inputs), rows.device, outputs)
     if family is not None:

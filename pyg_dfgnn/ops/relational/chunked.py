@@ -17,8 +17,8 @@ from torch.autograd import Function
 from pyg_dfgnn.graph import Adjacency, Graph
 from pyg_dfgnn.graph.adjacency import outside_capture
 from pyg_dfgnn.graph.build import Built
-from pyg_dfgnn.ir import D, E, One, Program, Rows, S
-from pyg_dfgnn.ir.lanes import Refusal
+from pyg_dfgnn.ir import D, E, IndexSpace, One, Program, S
+from pyg_dfgnn.ir.lanes import LoweringError
 from pyg_dfgnn.ir.parts import Parts, parts_of
 from pyg_dfgnn.ir.passes import Passes
 from pyg_dfgnn.ir.steps import Lowered
@@ -68,7 +68,7 @@ class Chunk:
             whole += part
 
 
-def chunks_of(rows: Rows, num_edges: int) -> Sequence[Chunk]:
+def chunks_of(rows: IndexSpace, num_edges: int) -> Sequence[Chunk]:
     """Return the chunks of a graph of about so many edges, which the graph keeps."""
     graph = rows.graph
 
@@ -110,7 +110,7 @@ class Chunked:
     """
 
     def __init__(
-        self, program: Program, parts: Parts, rows: Rows, dtype: torch.dtype, wrt: Sequence[str], passes: Passes
+        self, program: Program, parts: Parts, rows: IndexSpace, dtype: torch.dtype, wrt: Sequence[str], passes: Passes
     ) -> None:
         self.program, self.parts, self.dtype, self.passes = program, parts, dtype, passes
         self.domains = {name: parts.edges.values[i].domain for name, i in parts.edges.inputs.items()}
@@ -122,7 +122,7 @@ class Chunked:
         self.chunk = edges_of_chunk(self.whole.lowered, self.domains)
         self.lowered, self.inputs = self.whole.lowered, list(program.inputs)
 
-    def __call__(self, rows: Rows, inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    def __call__(self, rows: IndexSpace, inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Return the outputs, with gradients, as :meth:`Prepared.__call__`."""
         known = dict(inputs)
         known |= self._apply(self.parts.before, rows, known)
@@ -131,7 +131,7 @@ class Chunked:
         known |= zip(self.whole.outputs, _run(self, rows, *given))
         return self._apply(self.parts.after, rows, known)
 
-    def _apply(self, program: Program, rows: Rows, known: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    def _apply(self, program: Program, rows: IndexSpace, known: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Run a part that has no edges."""
         if all(value.op == "input" for value in program.values):
             return {name: known[program.values[i].attrs[0]] for name, i in program.outputs}
@@ -146,7 +146,7 @@ class Chunked:
         )
         return made[1]  # type: ignore[no-any-return]
 
-    def walk(self, rows: Rows) -> Iterator[tuple[Chunk, Prepared]]:
+    def walk(self, rows: IndexSpace) -> Iterator[tuple[Chunk, Prepared]]:
         """The chunks with what runs each."""
         for chunk in chunks_of(rows, self.chunk):
             chunk.rows.graph.on_this_stream()
@@ -164,7 +164,7 @@ def edges_of_chunk(lowered: Lowered, inputs: Collection[str]) -> int:
     return max(_LEAST_EDGES, _CHUNK // max(sum(map(prod, stored)), 1))
 
 
-def chunked_of(prepared: Prepared, rows: Rows, dtype: torch.dtype) -> Chunked | None:
+def chunked_of(prepared: Prepared, rows: IndexSpace, dtype: torch.dtype) -> Chunked | None:
     """Return what runs a program in chunks, which the rows keep; None where settings do not ask for chunks, where it
     has too few edges for two, or where it cannot be split by targets.
 
@@ -182,7 +182,7 @@ def chunked_of(prepared: Prepared, rows: Rows, dtype: torch.dtype) -> Chunked | 
             return prepared, None
         try:
             chunked = Chunked(prepared.program, parts, rows, dtype, prepared.wrt, prepared.passes)
-        except Refusal:
+        except LoweringError:
             return prepared, None
         return prepared, chunked if rows.sizes[E] >= 2 * chunked.chunk else None
 
@@ -200,11 +200,11 @@ def _again(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
     return None, None, *again(chunked.whole, rows, ctx.saved_tensors, grads)
 
 
-class _Run(Function):
+class _ChunkedFunction(Function):
     """The edges of a program in chunks: (chunked, rows, inputs) to the outputs."""
 
     @staticmethod
-    def forward(ctx: Any, chunked: Chunked, rows: Rows, *tensors: Tensor) -> Any:
+    def forward(ctx: Any, chunked: Chunked, rows: IndexSpace, *tensors: Tensor) -> Any:
         whole = chunked.whole
         outputs = []
         for name in whole.outputs:
@@ -245,4 +245,4 @@ class _Run(Function):
         return None, None, *(None if total is None else total.to(x.dtype) for total, x in zip(totals, tensors))
 
 
-_run = apply_of(_Run)
+_run = apply_of(_ChunkedFunction)

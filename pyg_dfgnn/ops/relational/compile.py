@@ -13,9 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pyg_dfgnn.ir import One, Rows
+from pyg_dfgnn.ir import IndexSpace, One
 from pyg_dfgnn.ir.interpreter import run_values
-from pyg_dfgnn.ir.steps import Lowered, Step
+from pyg_dfgnn.ir.steps import KernelStep, Lowered
 from pyg_dfgnn.ops.compile import Text
 from pyg_dfgnn.ops.eager import aligned
 from pyg_dfgnn.ops.relational import products, traversal
@@ -35,7 +35,7 @@ class Functions:
         dtype: Dtype of the features.
     """
 
-    def __init__(self, lowered: Lowered, rows: Rows, dtype: torch.dtype) -> None:
+    def __init__(self, lowered: Lowered, rows: IndexSpace, dtype: torch.dtype) -> None:
         self.lowered, self.rows, self.dtype = lowered, rows, dtype
         self.like = torch.empty(0, dtype=dtype, device=rows.device)
         self.exact = {buffer.name for buffer in lowered.buffers.values() if buffer.is_exact}
@@ -84,7 +84,7 @@ class Functions:
         )
 
 
-def _label(group: str, steps: Sequence[Step]) -> str:
+def _label(group: str, steps: Sequence[KernelStep]) -> str:
     """Return the label of a pass in profilers: its kinds of steps."""
     return f"{group} by {', '.join(dict.fromkeys(step.kind for step in steps))}"
 
@@ -99,7 +99,7 @@ class _Pass(Text):
     """
 
     def __init__(
-        self, functions: Functions, todo: Sequence[Step], results: Sequence[tuple[str, tuple[int, ...]]]
+        self, functions: Functions, todo: Sequence[KernelStep], results: Sequence[tuple[str, tuple[int, ...]]]
     ) -> None:
         super().__init__(functions.lowered.name.removesuffix("_backward"), functions.rows.device.type == "cuda")
         self.functions, self.todo, self.results = functions, todo, results
@@ -181,7 +181,7 @@ class _Pass(Text):
         of_dtype = "" if dtype is self.functions.dtype else f", dtype={dtype}"
         self.fresh(variable, f"like.new_empty({self.named(f'{variable}_shape', shape)}{of_dtype})")
 
-    def _launch(self, place: int, step: Step) -> None:
+    def _launch(self, place: int, step: KernelStep) -> None:
         """Write the launch of a traversal or a map."""
         functions, variables = self.functions, self.functions.variables
         launch = traversal.prepare(step, functions.exact, functions.lowered.compares, functions.rows, functions.dtype)
@@ -205,7 +205,7 @@ class _Pass(Text):
             self.fresh(variables[name], f"{added}.to(like.dtype)" if is_narrow else added)
             self.lines.append(f"del {parts}")
 
-    def _multiply(self, place: int, step: Step) -> None:
+    def _multiply(self, place: int, step: KernelStep) -> None:
         """Write the call of a linear map or of a sum of outer products."""
         (output,) = step.writes
         functions, variables = self.functions, self.functions.variables
@@ -215,7 +215,7 @@ class _Pass(Text):
         run = self.named(f"run_{place}", product.run)
         self.lines.append(f"{run}({', '.join([*operands, variables[output]])})")
 
-    def _call(self, place: int, step: Step) -> None:
+    def _call(self, place: int, step: KernelStep) -> None:
         """Write the expressions of a step that torch runs."""
         functions, buffers = self.functions, self.functions.lowered.buffers
         inputs, outputs, fitting = dict[str, str](), dict[str, tuple[str, str]](), set[str]()

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pyg_dfgnn.ir import One, Rows
+from pyg_dfgnn.ir import IndexSpace, One
 from pyg_dfgnn.ir.interpreter import run_value
 from pyg_dfgnn.ir.pointwise import POINTWISE
 from pyg_dfgnn.ir.program import Program, Value
@@ -85,7 +85,7 @@ class Expressions:
         """A call of what the interpreter does for a value."""
         operands, like, is_exact = [self.program.values[arg] for arg in value.args], self.like, i in self.exact
 
-        def run(rows: Rows, *tensors: Tensor) -> Tensor:
+        def run(rows: IndexSpace, *tensors: Tensor) -> Tensor:
             return run_value(value, list(zip(operands, tensors)), rows, like, is_exact)
 
         return f"{self._name(i, run)}({', '.join(['rows', *(texts[arg] for arg in value.args)])})"

@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 
 from pyg_dfgnn.graph.typed_rows import TypedRows, one_type, pairs_by_relation, sorted_by_type
-from pyg_dfgnn.ir import Domain, One, Program, R, Rows, U, V
+from pyg_dfgnn.ir import Domain, IndexSpace, One, Program, R, U, V
 from pyg_dfgnn.ir.keeping import ADD
-from pyg_dfgnn.ir.lanes import Refusal
-from pyg_dfgnn.ir.steps import Step
+from pyg_dfgnn.ir.lanes import LoweringError
+from pyg_dfgnn.ir.steps import KernelStep
 from pyg_dfgnn.ops.relational.gemm import SegmentLinear, SegmentOuter
 
 _PAIRS = {U: "source_relations", V: "target_relations"}
@@ -34,7 +34,7 @@ class Product(NamedTuple):
     result: torch.dtype
 
 
-def prepare(step: Step, exact: Collection[str], rows: Rows, dtype: torch.dtype) -> Product:
+def prepare(step: KernelStep, exact: Collection[str], rows: IndexSpace, dtype: torch.dtype) -> Product:
     """Return the launch of a linear map or of a sum of outer products.
 
     Args:
@@ -108,11 +108,11 @@ def _heads(program: Program, i: int, heads: int, sizes: int) -> int:
     own = prod(program.values[i].shape[:-sizes])
     if own not in (1, heads):
         value = program.values[i]
-        raise Refusal(f"%{i} = {value} : {value.domain}{list(value.shape)} has some of {heads} heads")
+        raise LoweringError(f"%{i} = {value} : {value.domain}{list(value.shape)} has some of {heads} heads")
     return own
 
 
-def _typed(rows: Rows, over: Domain, domain: Domain) -> tuple[TypedRows, Tensor | None]:
+def _typed(rows: IndexSpace, over: Domain, domain: Domain) -> tuple[TypedRows, Tensor | None]:
     """Return the rows of a domain by type, and the row at each place unless they lie in this order."""
     if domain is One:
         return one_type(rows.lists, rows.sizes[over]), None
@@ -121,7 +121,7 @@ def _typed(rows: Rows, over: Domain, domain: Domain) -> tuple[TypedRows, Tensor 
     return sorted_by_type(rows.lists, (over, domain), rows.index(over, domain), rows.sizes[domain])
 
 
-def _gather(rows: Rows, over: Domain, domain: Domain, other: Domain, order: Tensor | None) -> Tensor | None:
+def _gather(rows: IndexSpace, over: Domain, domain: Domain, other: Domain, order: Tensor | None) -> Tensor | None:
     """Return the row of another domain at each place of :func:`_typed`; None where the places are its rows."""
     if other is over:
         return order

@@ -13,9 +13,9 @@ from torch.autograd import Function
 from pyg_dfgnn.dispatch.traversal import storage_reasons
 from pyg_dfgnn.errors import UnsupportedError, check_tensor, check_type
 from pyg_dfgnn.graph import Graph
-from pyg_dfgnn.ir import One, Program, Rows, interpret
+from pyg_dfgnn.ir import IndexSpace, One, Program, interpret
 from pyg_dfgnn.ir.interpreter import check_inputs
-from pyg_dfgnn.ir.lanes import Refusal
+from pyg_dfgnn.ir.lanes import LoweringError
 from pyg_dfgnn.ir.lowering import lower
 from pyg_dfgnn.ir.passes import Passes
 from pyg_dfgnn.ir.program import SEED
@@ -68,7 +68,7 @@ class Prepared:
     def __init__(
         self,
         program: Program,
-        rows: Rows,
+        rows: IndexSpace,
         dtype: torch.dtype,
         wrt: tuple[str, ...],
         passes: Passes = ALL_PASSES,
@@ -97,7 +97,7 @@ class Prepared:
             self.forward = functions.forward(self.inputs, self.outputs)
             self.backward = functions.backward(gradients, wanted)
 
-    def __call__(self, rows: Rows, inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    def __call__(self, rows: IndexSpace, inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Return the outputs, with gradients, of inputs that are as those that it was found for.
 
         Args:
@@ -155,7 +155,7 @@ def gradients(
     return None if isinstance(run, tuple) else dict(zip(wrt, run(rows, given).values()))
 
 
-def again(prepared: Prepared, rows: Rows, saved: Sequence[Tensor], grads: Sequence[Tensor]) -> tuple[Any, ...]:
+def again(prepared: Prepared, rows: IndexSpace, saved: Sequence[Tensor], grads: Sequence[Tensor]) -> tuple[Any, ...]:
     """Return the gradient of each input by a program of its own, so that it can be differentiated.
 
     Args:
@@ -182,11 +182,11 @@ def _again(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
     return None, None, *again(prepared, rows, ctx.saved_tensors, grads)
 
 
-class _Run(Function):
+class _ProgramFunction(Function):
     """A prepared program: (prepared, rows, inputs) to the outputs."""
 
     @staticmethod
-    def forward(ctx: Any, prepared: Prepared, rows: Rows, *tensors: Tensor) -> Any:
+    def forward(ctx: Any, prepared: Prepared, rows: IndexSpace, *tensors: Tensor) -> Any:
         outputs, saved = prepared.forward(rows, *tensors)
         others = [tensor for (is_kept, _), tensor in zip(prepared.saved, saved) if not is_kept]
         # Inputs as they are, of which the gradients are functions.
@@ -206,16 +206,16 @@ class _Run(Function):
         return None, None, *prepared.backward(rows, saved, *grads)
 
 
-_run = apply_of(_Run)
+_run = apply_of(_ProgramFunction)
 
 
 def rows_of(
     graph: Graph, *, source_type: Tensor | None = None, target_type: Tensor | None = None, num_types: int = 0
-) -> Rows:
+) -> IndexSpace:
     """Return the rows of a graph, which keeps their lists for as long as the types stay as they are.
 
     Args:
-        graph: As for :class:`~pyg_dfgnn.ir.Rows`.
+        graph: As for :class:`~pyg_dfgnn.ir.IndexSpace`.
         source_type: Type of each source, int64 or int32 [N_src], for programs with the domain Ts.
         target_type: Type of each target, int64 or int32 [N_dst], for programs with the domain Td.
         num_types: Number of node types.
@@ -224,7 +224,7 @@ def rows_of(
         TypeError: The types are no integer tensors, or `num_types` is no integer.
         ValueError: The types have another shape or are out of range.
     """
-    return Rows(graph, source_type=source_type, target_type=target_type, num_types=num_types, kept=True)
+    return IndexSpace(graph, source_type=source_type, target_type=target_type, num_types=num_types, kept=True)
 
 
 def selected(program: Program, outputs: Sequence[str]) -> Program:
@@ -249,7 +249,7 @@ def _selected(program: Program | Relational, inputs: Mapping[str, Tensor], outpu
 
 
 def _prepare(
-    program: Program, rows: Rows, dtype: torch.dtype, wrt: tuple[str, ...], passes: Passes, alone: bool = False
+    program: Program, rows: IndexSpace, dtype: torch.dtype, wrt: tuple[str, ...], passes: Passes, alone: bool = False
 ) -> Prepared | tuple[str, ...]:
     """Return what runs a program, or every reason why no kernels do."""
     reasons = storage_reasons(dtype, rows.device)
@@ -258,7 +258,7 @@ def _prepare(
         return tuple(reasons)
     try:
         return Prepared(program, rows, dtype, wrt, passes, alone)
-    except Refusal as refusal:
+    except LoweringError as refusal:
         return (str(refusal),)
 
 
@@ -277,14 +277,14 @@ class _Found:
 
 def _found(
     program: Program | Relational,
-    rows: Rows,
+    rows: IndexSpace,
     inputs: Mapping[str, Tensor],
     outputs: Sequence[str] | None,
     passes: Passes,
 ) -> _Found:
     """Return what runs a call, kept with the rows by all that the answer depends on."""
-    if type(rows) is not Rows:
-        check_type("rows", rows, Rows, "the Rows of a graph, from rows_of(graph)")
+    if type(rows) is not IndexSpace:
+        check_type("rows", rows, IndexSpace, "the Rows of a graph, from rows_of(graph)")
     if outputs is not None:
         check_type("outputs", outputs, (tuple, list), "a list of names")
         outputs = tuple(outputs)
@@ -306,7 +306,7 @@ def _found(
 
 def _find(
     program: Program | Relational,
-    rows: Rows,
+    rows: IndexSpace,
     inputs: Mapping[str, Tensor],
     outputs: Sequence[str] | None,
     passes: Passes,
@@ -329,7 +329,7 @@ def _find(
 
 def prepared_for(
     program: Program | Relational,
-    rows: Rows,
+    rows: IndexSpace,
     inputs: Mapping[str, Tensor],
     outputs: Sequence[str] | None = None,
     passes: Passes = ALL_PASSES,
@@ -345,7 +345,7 @@ def prepared_for(
 
 def apply(
     program: Program | Relational,
-    rows: Rows,
+    rows: IndexSpace,
     inputs: Mapping[str, Tensor],
     outputs: Sequence[str] | None = None,
     passes: Passes = ALL_PASSES,
@@ -380,7 +380,7 @@ def apply(
     return prepared(rows, inputs)
 
 
-def run(program: Program, rows: Rows, inputs: Mapping[str, Tensor], wrt: tuple[str, ...] | None) -> list[Tensor]:
+def run(program: Program, rows: IndexSpace, inputs: Mapping[str, Tensor], wrt: tuple[str, ...] | None) -> list[Tensor]:
     """Return the outputs of a program, or some of its gradients, without recording any: what traced calls run.
 
     Args:

@@ -19,7 +19,7 @@ from pyg_dfgnn.graph import Graph
 from pyg_dfgnn.graph.joint import joint_graph
 from pyg_dfgnn.graph.made import Seen, graph_of
 from pyg_dfgnn.graph.relations import one_relation
-from pyg_dfgnn.ir import D, Domain, E, One, Program, R, Rows, S, interpret
+from pyg_dfgnn.ir import D, Domain, E, IndexSpace, One, Program, R, S, interpret
 from pyg_dfgnn.ir.domains import Ts
 from pyg_dfgnn.ir.layers import layer_of
 from pyg_dfgnn.ir.text import program_of, text_of
@@ -87,7 +87,7 @@ class RowSet(NamedTuple):
             graph = Graph.resolve(first, *others, *sizes[:2], False, self.transposed, *sizes[2:])
         return one_relation(graph) if self.kind == "relation" else graph
 
-    def rows_of(self, graph: Graph) -> Rows:
+    def rows_of(self, graph: Graph) -> IndexSpace:
         """Return the rows of the graph."""
         if self.kind == "types":
             return rows_of(graph, source_type=self.anchors[0], num_types=self.sizes[0])

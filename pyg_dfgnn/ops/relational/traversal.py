@@ -8,10 +8,10 @@ import torch
 
 from pyg_dfgnn.dispatch.relational import StepProblem, holds_heads, piece_of, plan_step, spec_of
 from pyg_dfgnn.dispatch.traversal import RowSplitPlan
-from pyg_dfgnn.ir import D, E, Rows
-from pyg_dfgnn.ir.codegen import Kernel, generate
-from pyg_dfgnn.ir.lanes import Refusal
-from pyg_dfgnn.ir.steps import Step
+from pyg_dfgnn.ir import D, E, IndexSpace
+from pyg_dfgnn.ir.codegen import KernelSource, generate
+from pyg_dfgnn.ir.lanes import LoweringError
+from pyg_dfgnn.ir.steps import KernelStep
 from pyg_dfgnn.ops.traversal import NodeKernel, TraversalLaunch
 from pyg_dfgnn.runtime.launcher import addresses
 from pyg_dfgnn.statements.spec import Spec
@@ -34,19 +34,19 @@ class Launch(NamedTuple):
     pieces: Mapping[str, tuple[int, ...]]
 
 
-def problem_of(kernel: Kernel, compares: bool, dtype: torch.dtype, device: torch.device) -> StepProblem:
+def problem_of(kernel: KernelSource, compares: bool, dtype: torch.dtype, device: torch.device) -> StepProblem:
     """Return the problem of a generated kernel; `compares` as for :func:`prepare`."""
     sizes = kernel.heads, kernel.channels, len(kernel.indices)
     state = kernel.fragments, kernel.head_values, kernel.gathered, kernel.short
     return StepProblem(kernel.kind, kernel.text, *sizes, *state, kernel.is_outer, compares, dtype, device)
 
 
-def _spec(step: Step, problem: StepProblem, plan: RowSplitPlan) -> Spec:
+def _spec(step: KernelStep, problem: StepProblem, plan: RowSplitPlan) -> Spec:
     """Return what is compiled, which has the name of the program."""
     return replace(spec_of(problem, plan.constants), label=step.program.name.removesuffix("_backward"))
 
 
-def prepare(step: Step, exact: Collection[str], compares: bool, rows: Rows, dtype: torch.dtype) -> Launch:
+def prepare(step: KernelStep, exact: Collection[str], compares: bool, rows: IndexSpace, dtype: torch.dtype) -> Launch:
     """Return the launch of a traversal or a map.
 
     Args:
@@ -62,7 +62,9 @@ def prepare(step: Step, exact: Collection[str], compares: bool, rows: Rows, dtyp
     kernel = generate(step, exact)
     problem = problem_of(kernel, compares, dtype, rows.device)
     if kernel.joins_heads and not holds_heads(problem):
-        raise Refusal(f"{kernel.heads} heads of {kernel.channels} channels are joined, which no group of lanes holds")
+        raise LoweringError(
+            f"{kernel.heads} heads of {kernel.channels} channels are joined, which no group of lanes holds"
+        )
     names = (*kernel.reads, *kernel.writes)
     of_rows = [rows.at_rows(step.domain, domain) for domain in kernel.row_indices]
     if step.kind == "map":
