@@ -49,8 +49,6 @@ SEED = 20_240
 REAL_GRAPHS = ("cora", "cornell5")
 CHECK_GRAPHS = (*ZOO, *REAL_GRAPHS)
 
-Row = dict[str, Any]
-
 
 @contextmanager
 def poisoned_memory() -> Iterator[None]:
@@ -107,7 +105,7 @@ def check_dtype(
     grad_out: Tensor,
     expected: dict[str, Tensor],
     dtype_name: str,
-) -> Row:
+) -> dict[str, Any]:
     """The result columns of one case in the dtype of that name: status, worst error and tensor, bound."""
     if graph.device.type == "cuda" and (reasons := case.unsupported_reasons(dtype_name, graph.device)):
         return {"status": "refused: " + "; ".join(reasons)}
@@ -142,7 +140,7 @@ def check_dtype(
 
 def check_point(
     case: Case, graph: EdgeList, wanted: Sequence[tuple[str, str]], keep: Tensor | None = None
-) -> Iterator[Row]:
+) -> Iterator[dict[str, Any]]:
     """Checks one case on one graph; dtypes that are rounded alike share one float64 reference.
 
     Args:
@@ -170,12 +168,12 @@ def check_point(
             yield {**row, **columns}
 
 
-def names_of(schedule: str, case: Case, graph: EdgeList, dtype: str) -> Row:
+def names_of(schedule: str, case: Case, graph: EdgeList, dtype: str) -> dict[str, Any]:
     """The columns ``KEY`` of a row."""
     return dict(zip(KEY, (schedule, graph.name, str(case), dtype, source_digest()), strict=True))
 
 
-def worst_errors(rows: Sequence[Mapping[str, str]]) -> list[Row]:
+def worst_errors(rows: Sequence[Mapping[str, str]]) -> list[dict[str, Any]]:
     """The worst error per schedule, operation, dtype, sources and group of tensors, with the numbers of cases."""
     cases_of: dict[tuple[str, ...], list[Mapping[str, str]]] = {}
     for row in rows:

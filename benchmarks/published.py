@@ -11,13 +11,12 @@ from __future__ import annotations
 import argparse
 import re
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from statistics import geometric_mean
-from typing import Any
 
 from benchmarks import tables
-from benchmarks.results import Table, markdown
+from benchmarks.results import Row, Table, markdown
 
 ROOT = Path(__file__).resolve().parents[1]
 GPU = "nvidia-h200"
@@ -65,9 +64,6 @@ EDGE_NETWORKS = {
     "nnconv": "`NNConv`",
 }
 """Models of that loop, with their titles."""
-
-
-Row = Mapping[str, Any]
 
 
 def timings(name: str) -> list[Row]:

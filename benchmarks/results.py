@@ -25,7 +25,8 @@ MEASURED_ROOMS = ("ops", "dispatch", "statements", "runtime", "graph", "ir")
 
 OUT_OF_MEMORY = "not run: out of memory"
 
-Rows = Sequence[Mapping[str, Any]]
+Row = Mapping[str, Any]
+Rows = Sequence[Row]
 
 
 @cache

@@ -25,7 +25,7 @@ from benchmarks.graphs import benchmark_graph, compare_with_recipe, compressed, 
 from benchmarks.isolated import EndedError, results
 from benchmarks.prepare import in_force, rounded_problem
 from benchmarks.results import Rows, Table, environment, file_stem, now, reason
-from benchmarks.timing import RELEASED_ELEMENTS, Call, Timer, Timing
+from benchmarks.timing import RELEASED_ELEMENTS, TimedCall, Timer, Timing
 from pyg_dfgnn.dispatch.gpu import gpu_of
 from pyg_dfgnn.graph import Graph
 from pyg_dfgnn.reference.oracle import Inputs
@@ -44,8 +44,6 @@ ON_A_CPU = """\
 Without a GPU no kernel runs: "ours" is the reference in plain torch. The times below say nothing about the kernels, so
 no speed-ups are drawn."""
 
-Row = dict[str, Any]
-
 
 @dataclass
 class Problem:
@@ -62,12 +60,12 @@ class Problem:
         return inputs, grad_out, self.case.reference(self.graph, inputs, grad_out)
 
 
-def graph_columns(graph: EdgeList) -> Row:
+def graph_columns(graph: EdgeList) -> dict[str, Any]:
     """The columns that describe a graph."""
     return {"graph": graph.name, "nodes": graph.num_dst, "edges": graph.num_edges, "max_degree": graph.max_degree}
 
 
-def job_columns(job: Job, device: torch.device) -> Row:
+def job_columns(job: Job, device: torch.device) -> dict[str, Any]:
     """The columns that name a measurement, and what it was made with."""
     case = job.case
     return {
@@ -83,7 +81,7 @@ def job_columns(job: Job, device: torch.device) -> Row:
     }
 
 
-def timing_columns(timing: Timing) -> Row:
+def timing_columns(timing: Timing) -> dict[str, Any]:
     """The columns of a median."""
     return {"median_ms": f"{timing.median_ms:.5g}", "iqr_ms": f"{timing.iqr_ms:.3g}", "n": timing.n}
 
@@ -108,11 +106,11 @@ class Measurement:
         self.is_fused = job.implementation == "fused"
         self.dtype = DTYPES[job.dtype]
         self.bound = max(self.case.bound(job.dtype), self.implementation.error_bound)
-        self.base: Row = {**job_columns(job, graph.device), **graph_columns(graph), "bound": self.bound}
+        self.base: dict[str, Any] = {**job_columns(job, graph.device), **graph_columns(graph), "bound": self.bound}
         is_small = self.case.compulsory_bytes(graph, "fwd", 4) < FLUSHED_BELOW_BYTES
         self.states = [state for state in states if state == "warm" or is_small]
 
-    def rows(self) -> Iterator[Row]:
+    def rows(self) -> Iterator[dict[str, Any]]:
         """One row per direction and state, or per direction the reason why there is none."""
         forward_only = [d for d in self.job.directions if d == "fwd"]
         training = [d for d in self.job.directions if d != "fwd"]
@@ -133,10 +131,10 @@ class Measurement:
                 if self.graph.num_edges * self.case.width > RELEASED_ELEMENTS:
                     self.timer.release()
 
-    def _without_times(self, directions: Sequence[str], status: str) -> Iterator[Row]:
+    def _without_times(self, directions: Sequence[str], status: str) -> Iterator[dict[str, Any]]:
         yield from ({**self.base, "direction": direction, "status": status} for direction in directions)
 
-    def _measure(self, directions: Sequence[str], training: bool) -> Iterator[Row]:
+    def _measure(self, directions: Sequence[str], training: bool) -> Iterator[dict[str, Any]]:
         inputs, grad_out, self.expected = self.problem.reference
         self.leaves = {name: tensor.to(self.dtype, copy=True).requires_grad_() for name, tensor in inputs.items()}
         self.grad_out = grad_out.to(self.dtype)
@@ -163,7 +161,7 @@ class Measurement:
 
                 yield self._timed({**base, "direction": "bwd", "state": "warm"}, self.timer.time(backward))
 
-    def _gate(self, out: Tensor, training: bool) -> Row:
+    def _gate(self, out: Tensor, training: bool) -> dict[str, Any]:
         """The comparison with float64: status, the tensor that is furthest beyond its bound, its error, that bound."""
         errors = self._errors(out, training)
         worst = worst_beside(errors, self.bound)
@@ -192,7 +190,7 @@ class Measurement:
             return None
         return None if other.reasons(self.case, self.graph) else other
 
-    def _times(self, call: Call, base: Row) -> Iterator[Row]:
+    def _times(self, call: TimedCall, base: dict[str, Any]) -> Iterator[dict[str, Any]]:
         peak_mb = self.timer.peak_mb(call)
         extra = {
             "host_us": f"{self.timer.host_us(call):.1f}",
@@ -207,13 +205,13 @@ class Measurement:
                 timing = self.timer.time(call, flushed=state == "flushed")
                 yield {**self._timed(row, timing), **(extra if state == "warm" else {})}
 
-    def _replayed(self, call: Call, row: Row) -> Row:
+    def _replayed(self, call: TimedCall, row: dict[str, Any]) -> dict[str, Any]:
         try:
             return self._timed(row, self.timer.time(self.timer.replay(call)))
         except RuntimeError as error:
             return {**row, "status": reason(error)}
 
-    def _timed(self, row: Row, timing: Timing) -> Row:
+    def _timed(self, row: dict[str, Any], timing: Timing) -> dict[str, Any]:
         compulsory = self.case.compulsory_bytes(self.graph, row["direction"], self.dtype.itemsize)
         bytes_per_s = gpu_of(self.graph.device).memory_bytes_per_s
         return {
@@ -224,9 +222,9 @@ class Measurement:
         }
 
 
-def graph_build_rows(graph: EdgeList, timer: Timer) -> list[Row]:
+def graph_build_rows(graph: EdgeList, timer: Timer) -> list[dict[str, Any]]:
     """Wall time of building the cached CSR and CSC from ``edge_index``, each the median of five."""
-    base: Row = {
+    base: dict[str, Any] = {
         **graph_columns(graph),
         "op": "graph",
         "layer": "graph build",
@@ -247,7 +245,7 @@ def graph_build_rows(graph: EdgeList, timer: Timer) -> list[Row]:
     return [{**base, "direction": side, **timing_columns(Timing.of(values[1:]))} for side, values in samples.items()]
 
 
-def rows_of_job(experiment: Experiment, job: Job) -> Iterator[Row]:
+def rows_of_job(experiment: Experiment, job: Job) -> Iterator[dict[str, Any]]:
     """All rows of one job, from its graph on: the work of a process of its own."""
     graph = benchmark_graph(job.graph, experiment.device, small=experiment.small)
     timer = Timer(experiment.device, experiment.pace)

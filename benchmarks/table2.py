@@ -62,8 +62,7 @@ MEASURED_ROOMS = (*LAYER_ROOMS, "nn", "models", "training")
 
 OmegaConf.register_new_resolver("training_configs", configs_dir, replace=True)
 
-Row = dict[str, Any]
-Message = Row | None
+Message = dict[str, Any] | None
 """The row of a cell; None: a sign of life."""
 
 
@@ -126,7 +125,7 @@ class Options:
         of_all = self.model, self.optimizer, self.batch_size, self.num_batches, self.arguments, pace
         return hashlib.sha256(json.dumps(of_all, sort_keys=True, default=str).encode()).hexdigest()[:8]
 
-    def provenance(self) -> Row:
+    def provenance(self) -> dict[str, Any]:
         """Return the model, setting, environment and source digest of the rows of a cell."""
         named = {"model": self.model_name, "setting": self.setting}
         return {**named, **environment(self.device), "digest": source_digest(MEASURED_ROOMS)}
@@ -194,13 +193,13 @@ def _task(options: Options, cell: Cell) -> Task:
         return task.read_by(make_model(make, task))  # type: ignore[no-any-return]
 
 
-def cell_columns(options: Options, cell: Cell) -> Row:
+def cell_columns(options: Options, cell: Cell) -> dict[str, Any]:
     """The columns that name a cell, and what it was measured with."""
     names = {"dataset": cell.dataset, "backend": cell.backend.name, "bound": options.pace.bound, "time": now()}
     return {**names, **options.provenance()}
 
 
-def source_columns(source: TaskBatches) -> Row:
+def source_columns(source: TaskBatches) -> dict[str, Any]:
     """Return the columns that describe a data set: its task, and the average sizes of its batches."""
     batches, task = source.batches, source.task
     return {
@@ -213,7 +212,7 @@ def source_columns(source: TaskBatches) -> Row:
     }
 
 
-def measured_columns(measured: Measured, reference: Reference | None) -> Row:
+def measured_columns(measured: Measured, reference: Reference | None) -> dict[str, Any]:
     """Times, memory, and how far the losses are from those of the reference."""
     times = {f"{phase}_ms": f"{timing.median_ms:.5g}" for phase, timing in measured.timings.items()}
     spreads = {f"{phase}_iqr_ms": f"{timing.iqr_ms:.3g}" for phase, timing in measured.timings.items()}
@@ -300,11 +299,11 @@ def _fill(options: Options, table: Table) -> bool:
     return True
 
 
-def _summary(row: Row) -> str:
+def _summary(row: dict[str, Any]) -> str:
     return f"sum {row['sum_ms']} ms, step {row['wall_ms']} ms" if row["status"] == "ok" else str(row["status"])
 
 
-def _rows(options: Options, cells: Sequence[Cell]) -> Iterator[Row]:
+def _rows(options: Options, cells: Sequence[Cell]) -> Iterator[dict[str, Any]]:
     """Rows of the cells of a data set in their order; ends early where a fresh process has to go on."""
     if options.limit_s is None:
         yield from (row for row in work(options, cells) if row is not None)

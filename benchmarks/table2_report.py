@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from benchmarks.plots import save_figure, speedup_figure
-from benchmarks.results import markdown
+from benchmarks.results import Row, markdown
 from benchmarks.table2_steps import PHASES, STEP_BY_STEP, SUMMED
 
 HEADER = [
@@ -15,8 +14,6 @@ HEADER = [
     "step, times faster", "loss", "gradient",
 ]  # fmt: skip
 BASELINE = "pyg"
-
-Row = Mapping[str, Any]
 
 
 def latest(rows: Sequence[Row]) -> list[Row]:

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from functools import cache
 from statistics import geometric_mean
-from typing import Any
 
 from benchmarks import CONFIGS
 from benchmarks.cases import TITLES
 from benchmarks.graphs import RECIPES, TABLE_1
-from benchmarks.results import Rows, Table, markdown
+from benchmarks.results import Row, Rows, Table, markdown
 
 NAMES = ("graph", "op", "size", "dtype", "implementation", "schedule", "direction", "state")
 STATES = {"warm": "Warm", "flushed": "L2 flushed", "replay": "Replayed CUDA graph"}
@@ -19,8 +18,6 @@ KINDS = {"batches": TABLE_1[:6], "whole graphs": TABLE_1[6:], "all": TABLE_1}
 PACKAGES = CONFIGS.parents[1] / "results" / "bench" / "nvidia-h200" / "packages.csv"
 """Medians of other packages, measured once; results/README.md says how."""
 SIXTEEN_BITS = ("bfloat16", "float16")
-
-Row = Mapping[str, Any]
 
 
 def latest(rows: Rows) -> list[Row]:

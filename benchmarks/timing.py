@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-Call = Callable[[], Any]
+TimedCall = Callable[[], Any]
 
 WARM_UPS = 3
 HOST_REPETITIONS = 20
@@ -82,7 +82,9 @@ class Timer:
             self._flush = torch.empty(FLUSH_BYTES if self.on_gpu else 1 << 20, dtype=torch.uint8, device=self.device)
         self._flush.zero_()
 
-    def _samples(self, call: Call, repetitions: int, before: Call | None, host_ms: float = 0.0) -> list[float]:
+    def _samples(
+        self, call: TimedCall, repetitions: int, before: TimedCall | None, host_ms: float = 0.0
+    ) -> list[float]:
         if not self.on_gpu:
             samples = []
             for _ in range(repetitions):
@@ -110,7 +112,7 @@ class Timer:
         if self.on_gpu and host_ms and position % HEAD_START_CALLS == 0:
             torch.cuda._sleep(int(HEAD_START_FACTOR * HEAD_START_CALLS * host_ms * CYCLES_PER_MS))
 
-    def _warm_up(self, call: Call) -> tuple[float, float]:
+    def _warm_up(self, call: TimedCall) -> tuple[float, float]:
         """Milliseconds of one warm call on the device, and of the host for it; 0 for the host of a long call."""
         for _ in range(WARM_UPS):
             call()
@@ -120,7 +122,7 @@ class Timer:
             return once, 0.0
         return once, self.host_us(call, WARM_UPS) / 1e3
 
-    def time(self, call: Call, *, flushed: bool = False) -> Timing:
+    def time(self, call: TimedCall, *, flushed: bool = False) -> Timing:
         """Median time of ``call``, as often repeated as the pace says.
 
         Args:
@@ -131,7 +133,7 @@ class Timer:
         before = self.flush_cache if flushed else None
         return Timing.of(self._samples(call, self.pace.repetitions(once), before, host_ms))
 
-    def host_us(self, call: Call, repetitions: int = HOST_REPETITIONS) -> float:
+    def host_us(self, call: TimedCall, repetitions: int = HOST_REPETITIONS) -> float:
         """Median host time of one call in microseconds, without waiting for the device."""
         for _ in range(WARM_UPS):
             call()
@@ -144,7 +146,7 @@ class Timer:
         self.synchronize()
         return median(samples)
 
-    def wall_ms(self, call: Call) -> float:
+    def wall_ms(self, call: TimedCall) -> float:
         """Wall time of one call to its end on the device."""
         self.synchronize()
         started = time.perf_counter()
@@ -152,7 +154,7 @@ class Timer:
         self.synchronize()
         return 1e3 * (time.perf_counter() - started)
 
-    def peak_mb(self, call: Call) -> float | None:
+    def peak_mb(self, call: TimedCall) -> float | None:
         """Memory of the device in MB that ``call`` reaches above what was allocated before; None without a GPU."""
         if not self.on_gpu:
             call()
@@ -164,7 +166,7 @@ class Timer:
         self.synchronize()
         return (torch.cuda.max_memory_allocated(self.device) - before) / 1e6
 
-    def replay(self, call: Call) -> Call:
+    def replay(self, call: TimedCall) -> TimedCall:
         """``call`` captured as a CUDA graph, ready to replay (GPU only)."""
         side = torch.cuda.Stream(self.device)
         side.wait_stream(torch.cuda.current_stream(self.device))

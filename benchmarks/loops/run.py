@@ -46,8 +46,6 @@ MUSTS = (
     ("captured", "ours_captured", ("molecules", "superpixels", "small"), 6.0),
 )
 
-Row = dict[str, Any]
-
 
 def cases_of(config: Mapping[str, Any]) -> list[LoopCase]:
     """The cases that a config chooses.
@@ -86,10 +84,10 @@ class Turns:
         self.batches = Batches.on(timer.device, case)
         self.pygs: dict[str, float] | None = None
         self.loss: torch.Tensor | None = None
-        self.rows: dict[str, Row] = {}
+        self.rows: dict[str, dict[str, Any]] = {}
         self.steps: dict[str, Steps] = {}
 
-    def measure(self) -> dict[str, Row]:
+    def measure(self) -> dict[str, dict[str, Any]]:
         """Rows by implementation: the reason why there is no time, or the time."""
         torch.manual_seed(0)
         torch._dynamo.reset()
@@ -111,7 +109,7 @@ class Turns:
 
     def _warm_up(self, name: str, model: torch.nn.Module, reference: First) -> None:
         """Compare the first step of an implementation, and take it to where its steps are timed."""
-        row: Row = {"implementation": name}
+        row: dict[str, Any] = {"implementation": name}
         self.rows[name] = row
         timer, started = self.timer, time.perf_counter()
         try:
@@ -172,7 +170,7 @@ def reason(error: Exception) -> str:
     return " ".join(f"{kind}: {error}".split())[:400]
 
 
-def build_rows(timer: Timer, small: bool) -> Iterator[Row]:
+def build_rows(timer: Timer, small: bool) -> Iterator[dict[str, Any]]:
     """Microseconds that the host needs for a graph of fresh edges, and for its second order too, as milliseconds."""
     nodes, edges = (30, 90) if small else (2708, 10880)
     edge_index = torch.randint(nodes, (2, edges), generator=torch.Generator().manual_seed(0)).to(timer.device)
@@ -217,10 +215,10 @@ def _measure(
     started = time.perf_counter()
     done = {tuple(row[name] for name in KEY) for row in table.rows() if row["digest"] == made["digest"]}
 
-    def is_missing(row: Row) -> bool:
+    def is_missing(row: dict[str, Any]) -> bool:
         return tuple({**made, **row}[name] for name in KEY) not in done
 
-    def keep(rows: Sequence[Row]) -> None:
+    def keep(rows: Sequence[dict[str, Any]]) -> None:
         table.append({**made, "time": now(), **row} for row in rows)
         print(*map(line, rows), sep="\n", flush=True)
 

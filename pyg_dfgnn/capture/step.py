@@ -27,8 +27,8 @@ from pyg_dfgnn.nn.drop_ins import rows_of
 from pyg_dfgnn.settings import current, local_settings
 
 Loss = Callable[[Any, Any], Tensor]
-Forward = Callable[[nn.Module, Any], Any]
-Mark = Callable[[str], None]
+ForwardFunction = Callable[[nn.Module, Any], Any]
+PhaseMark = Callable[[str], None]
 ON_CPU = "capture_step: the model is on a CPU, where each step runs eagerly; CUDA graphs need a CUDA device"
 
 
@@ -68,10 +68,10 @@ class Step:
         optimizer: Optimizer,
         data: Any = None,
         *,
-        forward: Forward | None = None,
+        forward: ForwardFunction | None = None,
         group: Group | None = None,
         scaler: torch.amp.GradScaler | None = None,
-        mark: Mark | None = None,
+        mark: PhaseMark | None = None,
     ) -> None:
         self.model, self.loss, self.optimizer, self.data = model, loss, optimizer, data
         self.forward = forward or call_model
@@ -175,7 +175,7 @@ class CapturedStep(Step):
         optimizer: Optimizer,
         data: Any,
         *,
-        mark: Mark | None = None,
+        mark: PhaseMark | None = None,
         recorder: Recorder | None = None,
         **options: Any,
     ) -> None:
@@ -336,10 +336,10 @@ def capture_step(
     optimizer: Optimizer,
     data: Any,
     *,
-    forward: Forward | None = None,
+    forward: ForwardFunction | None = None,
     group: Group | None = None,
     recorder: Recorder | None = None,
-    mark: Mark | None = None,
+    mark: PhaseMark | None = None,
 ) -> Step:
     """Make a training step that a GPU runs with one launch.
 

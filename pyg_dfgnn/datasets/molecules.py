@@ -21,7 +21,7 @@ from pyg_dfgnn.errors import check_choice, check_integer, check_range
 
 log = logging.getLogger(__name__)
 
-Arrays = Mapping[str, np.ndarray]
+MoleculeArrays = Mapping[str, np.ndarray]
 """Arrays of many molecules, joined: `atom_ptr [G + 1]` and `atomic_number [N]`, and what a file has beside them."""
 
 TARGETS = {
@@ -165,8 +165,12 @@ def _task(name: str, splits: dict[str, list[Data]], unit: str, is_generated: boo
 
 
 def _read(
-    raw: RawFiles, source: str, needed: tuple[str, ...], make: Callable[[], Arrays], check: Callable[[Arrays], None]
-) -> tuple[Arrays, bool]:
+    raw: RawFiles,
+    source: str,
+    needed: tuple[str, ...],
+    make: Callable[[], MoleculeArrays],
+    check: Callable[[MoleculeArrays], None],
+) -> tuple[MoleculeArrays, bool]:
     """Return the arrays of a file, or of molecules that are generated in its place, and whether they are."""
     folder = None if source == "generated" else raw.need() if source == "file" else raw.find()
     if folder is None:
@@ -183,7 +187,7 @@ def _read(
     return arrays, False
 
 
-def _check_ptr(arrays: Arrays, ptr: str, values: tuple[str, ...], per_graph: tuple[str, ...]) -> None:
+def _check_ptr(arrays: MoleculeArrays, ptr: str, values: tuple[str, ...], per_graph: tuple[str, ...]) -> None:
     starts = arrays[ptr].astype(np.int64)
     count, num_graphs = int(starts[-1]), len(arrays["atom_ptr"]) - 1
     if starts[0] != 0 or (np.diff(starts) < 0).any() or len(starts) != num_graphs + 1:
@@ -195,7 +199,7 @@ def _check_ptr(arrays: Arrays, ptr: str, values: tuple[str, ...], per_graph: tup
             raise ValueError(f"'{name}' needs finite numbers")
 
 
-def _check_bonds(arrays: Arrays) -> None:
+def _check_bonds(arrays: MoleculeArrays) -> None:
     _check_ptr(arrays, "atom_ptr", ("atomic_number", "charge"), ("log_solubility", "is_test"))
     _check_ptr(arrays, "bond_ptr", ("bonds", "bond_order"), ())
     atoms = np.diff(arrays["atom_ptr"]).repeat(np.diff(arrays["bond_ptr"]))
@@ -205,7 +209,7 @@ def _check_bonds(arrays: Arrays) -> None:
         raise ValueError("'bond_order' needs orders 1, 2 and 3")
 
 
-def _check_positions(arrays: Arrays) -> None:
+def _check_positions(arrays: MoleculeArrays) -> None:
     _check_ptr(arrays, "atom_ptr", ("atomic_number", "position"), ("targets", "split"))
     if arrays["position"].shape[1:] != (3,) or arrays["targets"].shape[1:] != (len(TARGETS),):
         shapes = f"{arrays['position'].shape} and {arrays['targets'].shape}"
@@ -220,7 +224,7 @@ def _one_hot(values: np.ndarray, choices: tuple[int, ...], *, other: bool = Fals
     return torch.from_numpy(np.hstack([columns, 1 - columns.sum(1, keepdims=True)]) if other else columns)
 
 
-def _bond_graphs(arrays: Arrays) -> list[Data]:
+def _bond_graphs(arrays: MoleculeArrays) -> list[Data]:
     atoms, bonds = (torch.from_numpy(np.diff(arrays[name]).astype(np.int64)) for name in ("atom_ptr", "bond_ptr"))
     charge = torch.from_numpy(arrays["charge"].astype(np.float32))[:, None]
     both = arrays["bonds"].astype(np.int64)
@@ -235,7 +239,7 @@ def _bond_graphs(arrays: Arrays) -> list[Data]:
     return unpack(columns)
 
 
-def _position_graphs(arrays: Arrays) -> list[Data]:
+def _position_graphs(arrays: MoleculeArrays) -> list[Data]:
     """Return graphs with `x`, `pos` and all `targets`, still without edges."""
     atoms = torch.from_numpy(np.diff(arrays["atom_ptr"]).astype(np.int64))
     columns = {
@@ -270,7 +274,7 @@ def _split(graphs: list[Data], ids: list[np.ndarray]) -> dict[str, list[Data]]:
     return {split: [graphs[place] for place in part.tolist()] for split, part in zip(SPLITS, ids)}
 
 
-def _join_rows(folder: Path, files: Sequence[str]) -> Arrays:
+def _join_rows(folder: Path, files: Sequence[str]) -> MoleculeArrays:
     """Return the molecules in the tables of qm9pack, in their order."""
     csv.field_size_limit(sys.maxsize)
     numbers, positions, targets = [], [], []
@@ -300,7 +304,7 @@ def _sizes(rng: np.random.Generator, name: str, mean: float, deviation: float, l
     return rng.normal(mean, deviation, _GENERATED[name]).round().clip(low, high).astype(np.int64)
 
 
-def _generate_bonds(seed: int) -> Arrays:
+def _generate_bonds(seed: int) -> MoleculeArrays:
     """Return molecules as chains with branches and rings, with sizes, elements and bonds as frequent as in the file."""
     rng = np.random.default_rng(seed)
     sizes = _sizes(rng, "solubility", 13.0, 6.3, 2, 47)
@@ -329,7 +333,7 @@ def _generate_bonds(seed: int) -> Arrays:
     }
 
 
-def _generate_positions(seed: int) -> Arrays:
+def _generate_positions(seed: int) -> MoleculeArrays:
     """Return molecules as clouds of atoms, as large and as dense as those of QM9, with sums over pairs as targets."""
     rng = np.random.default_rng(seed)
     sizes = _sizes(rng, "QM9", 18.0, 3.0, 4, 29)

@@ -86,12 +86,12 @@ class Compiler:
         return module.forward
 
 
-Make = Callable[[Region], Callable[..., Any]]
+MakeRegion = Callable[[Region], Callable[..., Any]]
 """Returns what is called for a region; may raise a refusal."""
 
 
 def compiled(
-    module: GraphModule, name: str, make: Make | None = None, *, derives: bool = True
+    module: GraphModule, name: str, make: MakeRegion | None = None, *, derives: bool = True
 ) -> tuple[Captured, GraphModule]:
     """Return what becomes of a graph, and the graph in which each region is one call.
 

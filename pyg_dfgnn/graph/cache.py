@@ -12,7 +12,7 @@ from typing import Any, Generic, TypeVar
 from pyg_dfgnn.graph.derived import Anchored, Derived
 
 Kept = TypeVar("Kept", bound=Derived)
-Key = tuple[Hashable, ...]
+CacheKey = tuple[Hashable, ...]
 
 
 class GraphCache(Generic[Kept]):
@@ -28,7 +28,7 @@ class GraphCache(Generic[Kept]):
 
     def __init__(self, max_graphs: int) -> None:
         self.max_graphs = max_graphs
-        self.entries: dict[Key, Anchored] = {}
+        self.entries: dict[CacheKey, Anchored] = {}
         self._lock = threading.Lock()
         # A child forked while another thread holds the lock would wait forever.
         if hasattr(os, "register_at_fork"):
@@ -37,12 +37,12 @@ class GraphCache(Generic[Kept]):
     def _renew_lock(self) -> None:
         self._lock = threading.Lock()
 
-    def get(self, key: Key, anchors: Sequence[Any], versions: Sequence[Hashable]) -> Kept | None:
+    def get(self, key: CacheKey, anchors: Sequence[Any], versions: Sequence[Hashable]) -> Kept | None:
         """Return the graph built from `anchors` at `versions`, if it is here."""
         entry = self.entries.get(key)
         return entry.value if entry is not None and entry.is_of(anchors, versions) else None
 
-    def put(self, key: Key, anchors: Sequence[Any], versions: Sequence[Hashable], graph: Kept) -> None:
+    def put(self, key: CacheKey, anchors: Sequence[Any], versions: Sequence[Hashable], graph: Kept) -> None:
         """Keep `graph` while all anchors live, unless an edit of one would leave no trace."""
         if None in versions:
             return
@@ -64,7 +64,7 @@ class GraphCache(Generic[Kept]):
                     self.entries.pop(old, None)
                     return
 
-    def _drop(self, key: Key, ref: weakref.ref) -> None:
+    def _drop(self, key: CacheKey, ref: weakref.ref) -> None:
         # Runs whenever the garbage collector does, perhaps inside `put`: it must not take the lock.
         entry = self.entries.get(key)
         if entry is not None and any(ref is held for held in entry.refs):

@@ -4,7 +4,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-Key = tuple[Any, ...]
+GraphKey = tuple[Any, ...]
 """The anchors of a graph, then its sizes: what :meth:`pyg_dfgnn.graph.Graph.resolve` takes.
 
 ========================= ============================================================
@@ -36,6 +36,6 @@ class EdgeSet(NamedTuple):
     transposed: bool = False
 
     @property
-    def key(self) -> Key:
+    def key(self) -> GraphKey:
         """The five fields as a plain tuple."""
         return tuple(self)

@@ -38,7 +38,7 @@ from pyg_dfgnn.graph.build import (
 )
 from pyg_dfgnn.graph.cache import GraphCache
 from pyg_dfgnn.graph.derived import Derived, version_of
-from pyg_dfgnn.graph.edge_set import Key
+from pyg_dfgnn.graph.edge_set import GraphKey
 
 FLOWS = ("source_to_target", "target_to_source")
 DOMAINS = ("targets", "sources", "relations", "source_relations", "target_relations")
@@ -307,7 +307,7 @@ class Graph(Derived):
         """The graph of a flat key, from the cache if it is there: what an op does with the key it was given.
 
         Args:
-            key: The anchors of the graph, then its sizes (see :data:`Key`).
+            key: The anchors of the graph, then its sizes (see :data:`GraphKey`).
 
         Raises:
             TypeError: An anchor is no integer tensor.
@@ -429,8 +429,8 @@ class Graph(Derived):
         return made
 
     @property
-    def key(self) -> Key:
-        """The flat key with which :meth:`resolve` finds this graph again (see :data:`Key`)."""
+    def key(self) -> GraphKey:
+        """The flat key with which :meth:`resolve` finds this graph again (see :data:`GraphKey`)."""
         anchors = self._live_anchors()
         if anchors:
             return *anchors, *self._sizes

@@ -3,7 +3,7 @@
 from torch import Tensor
 
 from pyg_dfgnn.errors import as_integer
-from pyg_dfgnn.graph.cache import Key
+from pyg_dfgnn.graph.cache import CacheKey
 from pyg_dfgnn.graph.derived import version_of
 from pyg_dfgnn.graph.graph import Graph, _cache
 
@@ -47,5 +47,5 @@ def _of_view(base: Tensor, index: Tensor, num_groups: int) -> Graph | None:
     return _cache.get(_key(base, index, num_groups), (base,), (version_of(base),)) if index.dim() == 1 else None
 
 
-def _key(base: Tensor, index: Tensor, num_groups: int) -> Key:
+def _key(base: Tensor, index: Tensor, num_groups: int) -> CacheKey:
     return id(base), index.dtype, index.storage_offset(), index.size(0), index.stride(0), num_groups

@@ -50,10 +50,10 @@ class NodeRanges:
     bound: int
 
 
-Number = TypeVar("Number", int, Tensor)
+Count = TypeVar("Count", int, Tensor)
 
 
-def ceil_div(sizes: Number, unit: int) -> Number:
+def ceil_div(sizes: Count, unit: int) -> Count:
     """Units that hold each size, the last one perhaps in part."""
     return (sizes + unit - 1) // unit
 

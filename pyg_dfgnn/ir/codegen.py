@@ -23,7 +23,7 @@ MAX_PARAMETERS = 46
 """Arrays of a kernel beside those of the adjacency and its states."""
 FORMS = {"": 0, "H": 1, "C": 2, "HC": 3}
 """Number of the form of a row in CUDA; rows have the number of one of them."""
-Key = tuple[int, str]
+ValueForm = tuple[int, str]
 """A value and the form that it takes."""
 
 
@@ -100,7 +100,7 @@ class _Scope:
 
     def __init__(self, name: str) -> None:
         self.name, self.lines = name, list[str]()
-        self.known: dict[Key, str] = {}
+        self.known: dict[ValueForm, str] = {}
 
 
 class _Generator:
@@ -115,10 +115,10 @@ class _Generator:
         self.indices: list[Domain] = []
         self.row_indices: list[Domain] = []
         self.own, self.edge, self.end = _Scope("own"), _Scope("edge"), _Scope("end")
-        self.own_members: dict[Key, str] = {}
-        self.weights: dict[Key, str] = {}
-        self.gathered: dict[Key, str] = {}
-        self.accumulators: list[tuple[str, tuple[Key, ...]]] = []
+        self.own_members: dict[ValueForm, str] = {}
+        self.weights: dict[ValueForm, str] = {}
+        self.gathered: dict[ValueForm, str] = {}
+        self.accumulators: list[tuple[str, tuple[ValueForm, ...]]] = []
         """Kind and operands of each."""
         self.averages = dict(self._averages())
         self.joins_heads = False
@@ -131,7 +131,7 @@ class _Generator:
                 reduced.add(i)
         return reduced
 
-    def _averages(self) -> Iterator[tuple[Key, tuple[Key, Key, Key]]]:
+    def _averages(self) -> Iterator[tuple[ValueForm, tuple[ValueForm, ValueForm, ValueForm]]]:
         """The sums that a softmax of this step weights: x of the softmax, the vector, and what the sum is scaled by."""
         for i, form in self.lanes.order:
             parts = weighted(self.values, i)
@@ -147,7 +147,7 @@ class _Generator:
     def _is_fragment(self, form: str) -> bool:
         return "C" in form
 
-    def _type(self, key: Key) -> str:
+    def _type(self, key: ValueForm) -> str:
         i, form = key
         if form == SHORT:
             return f"Short<{prod(self.values[i].shape)}>"
@@ -170,7 +170,7 @@ class _Generator:
             return "row"
         return f"__ldg(arg.row{_place(self.row_indices, domain)} + row)"
 
-    def _leaf(self, key: Key) -> tuple[str, str]:
+    def _leaf(self, key: ValueForm) -> tuple[str, str]:
         """The type and the pointer of an input."""
         i, form = key
         name, size = self.values[i].attrs[0], prod(self.values[i].shape)
@@ -181,13 +181,13 @@ class _Generator:
             return f"Weights<{exact}, {FORMS[form.removeprefix(ROWS)]}, {self.values[i].shape[0]}>", pointer
         return f"Leaf<{exact}, {FORMS[form]}>", pointer
 
-    def text(self, key: Key, scope: _Scope) -> str:
+    def text(self, key: ValueForm, scope: _Scope) -> str:
         """Write a value, if it is not there yet, and return its name."""
         if key not in scope.known:
             scope.known[key] = self._write(key, scope)
         return scope.known[key]
 
-    def _write(self, key: Key, scope: _Scope) -> str:
+    def _write(self, key: ValueForm, scope: _Scope) -> str:
         i, form = key
         value, name = self.values[i], f"v{key[0]}{key[1]}"
         if scope is self.edge and self._is_own(i) and value.op != "const":
@@ -237,7 +237,7 @@ class _Generator:
         scope.lines += [f"{self._type(key)} {name};", f"{loop} {self._element(name, form, form)} = {expression};"]
         return name
 
-    def _product(self, key: Key, scope: _Scope) -> str:
+    def _product(self, key: ValueForm, scope: _Scope) -> str:
         """The text of a map between a short row and a wide one."""
         i, form = key
         values, (x, weight) = self.values, self.lanes.args[key]
@@ -248,7 +248,7 @@ class _Generator:
         self.joins_heads |= form == SHORT and "H" in x
         return f"{'project' if form == SHORT else 'spread'}({name}, {pointer}, {row}, l)"
 
-    def _weights(self, key: Key, scope: _Scope) -> tuple[str, str]:
+    def _weights(self, key: ValueForm, scope: _Scope) -> tuple[str, str]:
         """Load stored rows, if they are not there yet, and return their name and their pointer."""
         (rows, weight), (kind, pointer) = key, self._leaf(key)
         name = f"w{rows}{weight.removeprefix(ROWS)}"
@@ -260,14 +260,14 @@ class _Generator:
         known += [line for line in lines if line not in known]
         return name, pointer
 
-    def _stored_row(self, key: Key, scope: _Scope) -> str:
+    def _stored_row(self, key: ValueForm, scope: _Scope) -> str:
         """The text of one of stored rows."""
         stored = stored_row(self.values, key[0])
         assert stored is not None
         name, pointer = self._weights((stored[0], self.lanes.args[key][0]), scope)
         return f"{name}.row({pointer}, {stored[1]}, l)"
 
-    def _joined(self, key: Key, term: str) -> str:
+    def _joined(self, key: ValueForm, term: str) -> str:
         """The text of what joins the channels or heads of a term."""
         i, form = key
         letters = {letter for operand in self.lanes.args[key] for letter in operand} - set(form) or {"C"}
@@ -289,7 +289,7 @@ class _Generator:
         drawn = f"DropoutRow{{*arg.in{seed}, {row}, {stream}u, {_number(p)}}}"
         return f"{drawn}.{'channels' if self._is_fragment(form) else 'heads'}<{str('H' in form).lower()}>(l)"
 
-    def _operand(self, key: Key, scope: _Scope, reader: str) -> str:
+    def _operand(self, key: ValueForm, scope: _Scope, reader: str) -> str:
         value = self.values[key[0]]
         if value.op == "const":
             return _number(value.attrs[0])
@@ -303,18 +303,18 @@ class _Generator:
 
     # Accumulators --------------------------------------------------------------------------------------------------
 
-    def _accumulator(self, kind: str, *keys: Key) -> str:
+    def _accumulator(self, kind: str, *keys: ValueForm) -> str:
         """Add an accumulator of some operands, if it is not there yet, and return its text."""
         if (kind, keys) not in self.accumulators:
             self.accumulators.append((kind, keys))
         return f"s.a{self.accumulators.index((kind, keys))}"
 
-    def _softmax_of(self, key: Key) -> str:
+    def _softmax_of(self, key: ValueForm) -> str:
         """The accumulator of the maximum and the sum of a softmax, and of what that weights."""
         vector = next((vector for softmax, vector, _ in self.averages.values() if softmax == key), None)
         return self._accumulator("Softmax", key) if vector is None else self._accumulator("Weighted", key, vector)
 
-    def _total(self, key: Key, scope: _Scope) -> str:
+    def _total(self, key: ValueForm, scope: _Scope) -> str:
         """Add the accumulator of a reduction and return the text of its result."""
         i, form = key
         if key in self.averages:
@@ -334,13 +334,13 @@ class _Generator:
 
     # The text ------------------------------------------------------------------------------------------------------
 
-    def _stores(self) -> Iterator[tuple[str, Key, bool]]:
+    def _stores(self) -> Iterator[tuple[str, ValueForm, bool]]:
         """Yield each store: the buffer, the value, and whether it is a row of the domain that is reduced over."""
         for name, i in self.step.program.outputs:
             is_position = self.step.kind == "traversal" and i not in self.reduced
             yield name, (i, self.lanes.roots[name]), is_position
 
-    def _store(self, name: str, key: Key, row: str, scope: _Scope) -> str:
+    def _store(self, name: str, key: ValueForm, row: str, scope: _Scope) -> str:
         exact, number = str(name in self.exact).lower(), self.writes.index(name)
         if name in self.sums:
             return f"{self._total(key, scope)}.write<{FORMS[key[1].removeprefix(ROWS)]}>(arg.out{number}, {row}, l);"
@@ -381,7 +381,7 @@ class _Generator:
             self.joins_heads,
         )
 
-    def _materialised(self, key: Key) -> str:
+    def _materialised(self, key: ValueForm) -> str:
         """The text of an operand of an accumulator, which may be a constant."""
         if self.values[key[0]].op == "const":
             return f"filled<{self._type(key)}>({_number(self.values[key[0]].attrs[0])})"
@@ -393,11 +393,11 @@ class _Generator:
         fragments = sum(map(self._is_fragment, forms))
         return fragments, len(forms) - fragments
 
-    def _held(self, kind: str, keys: tuple[Key, ...]) -> tuple[Key, ...]:
+    def _held(self, kind: str, keys: tuple[ValueForm, ...]) -> tuple[ValueForm, ...]:
         """The values of whose types an accumulator is: a softmax of channels weights a number to as many."""
         return keys[:1] * 2 if kind == "Weighted" and self._is_fragment(keys[0][1]) else keys
 
-    def _state_forms(self, kind: str, keys: tuple[Key, ...]) -> list[str]:
+    def _state_forms(self, kind: str, keys: tuple[ValueForm, ...]) -> list[str]:
         """Return the forms of the values that an accumulator holds."""
         forms = [form for _, form in self._held(kind, keys)]
         if kind == "Outer":

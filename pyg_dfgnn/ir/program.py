@@ -305,11 +305,11 @@ class Builder:
         return self.emit(value.op, *args, attrs=value.attrs, domain=domain or value.domain)
 
 
-Rule = Callable[[Builder, int, Value, dict[int, int]], "int | None"]
+RewriteRule = Callable[[Builder, int, Value, dict[int, int]], "int | None"]
 """(new program, id in the old one, value, old id -> new id) -> the new id, or None to copy the value."""
 
 
-def rewrite(program: Program, rule: Rule, *, share: bool = False) -> Program:
+def rewrite(program: Program, rule: RewriteRule, *, share: bool = False) -> Program:
     """Return the program in which a rule has replaced values; outputs stay on their domains."""
     builder, ids = Builder(share), dict[int, int]()
     for i, value in enumerate(program.values):

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from pyg_dfgnn.errors import check_bool, check_choice, check_integer
 from pyg_dfgnn.models.parts import NORMS, check_rates, check_sizes, find_layer, pool
 
-Make = Callable[[int, int], nn.Module]
+MakeLayer = Callable[[int, int], nn.Module]
 """A function of the widths of input and output that makes a layer."""
 
 
@@ -40,7 +40,7 @@ class ConvStack(nn.Module):
         self,
         in_channels: int,
         out_channels: int,
-        make: Make,
+        make: MakeLayer,
         linear: Any,
         *,
         hidden_channels: int = 64,
@@ -184,7 +184,7 @@ class GINE(ConvStack):
         self.edge_channels = edge_channels
 
 
-def _of_two_linear(convs: Any, name: str, **options: Any) -> Make:
+def _of_two_linear(convs: Any, name: str, **options: Any) -> MakeLayer:
     """Return what makes a convolution whose sums go through two linear layers."""
     conv, linear = find_layer(convs, name), find_layer(convs, "Linear")
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from pyg_dfgnn.errors import check_bool, check_choice, check_integer, check_shape
-from pyg_dfgnn.models.conv_stack import ConvStack, Make
+from pyg_dfgnn.models.conv_stack import ConvStack, MakeLayer
 from pyg_dfgnn.models.parts import check_rates, check_sizes, find_layer
 
 Metadata = tuple[Sequence[str], Sequence[tuple[str, str, str]]]
@@ -31,7 +31,7 @@ class _RelationalStack(ConvStack):
     """
 
     def __init__(
-        self, in_channels: int, out_channels: int, make: Make, linear: Any, *, embedding: bool, **options: Any
+        self, in_channels: int, out_channels: int, make: MakeLayer, linear: Any, *, embedding: bool, **options: Any
     ) -> None:
         check_bool("embedding", embedding)
         width = options.get("hidden_channels", 64)

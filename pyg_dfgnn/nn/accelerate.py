@@ -19,7 +19,7 @@ from pyg_dfgnn.nn.drop_ins import (
     CONTAINERS,
     MARK,
     Description,
-    Row,
+    LayerReport,
     copied,
     drop_ins,
     rows_of,
@@ -45,10 +45,10 @@ _left_out = OfLayers[str](str)
 """Why `accelerate` has left a layer as it is."""
 _LEFT_BY = "left out by '{}' of pyg_dfgnn.accelerate"
 
-Choice = type | str | Iterable[type | str] | None
+LayerChoice = type | str | Iterable[type | str] | None
 
 
-def accelerate(model: Model, *, only: Choice = None, skip: Choice = None) -> Model:
+def accelerate(model: Model, *, only: LayerChoice = None, skip: LayerChoice = None) -> Model:
     """Take the layers of a model, in place, and say in one line what was changed.
 
     PyG's convs become drop-ins. The forward of every other `MessagePassing` is compiled: see
@@ -115,7 +115,7 @@ def accelerate(model: Model, *, only: Choice = None, skip: Choice = None) -> Mod
     return model
 
 
-def _choices(name: str, choice: Choice) -> tuple[type | str, ...]:
+def _choices(name: str, choice: LayerChoice) -> tuple[type | str, ...]:
     """Return the classes and patterns of names in `only` or `skip`."""
     if choice is None:
         return ()
@@ -132,7 +132,7 @@ def _is_in(choices: tuple[type | str, ...], name: str, module: torch.nn.Module) 
     return any(fnmatch(name, c) if isinstance(c, str) else isinstance(module, (c, upstream_of(c))) for c in choices)
 
 
-def _rows(model: torch.nn.Module) -> Iterator[tuple[Any, Row]]:
+def _rows(model: torch.nn.Module) -> Iterator[tuple[Any, LayerReport]]:
     """Yield the layers of a model; one whose messages are not compiled says why."""
     for module, row in rows_of(model):
         left_out = _left_out.peek(module)
@@ -180,7 +180,7 @@ def _counted(names: Iterable[str]) -> str:
     return ", ".join(f"{count} {kind}" for kind, count in sorted(kinds.items())) or "none"
 
 
-class ModelReport(tuple[Row, ...]):
+class ModelReport(tuple[LayerReport, ...]):
     """The layers of a model as rows; `str()` is a table."""
 
     def __str__(self) -> str:
@@ -237,7 +237,9 @@ def describe_plan(
     return Description(shown(model), layers=dict(_layers(model, device, args, kwargs)))
 
 
-def _describe(module: torch.nn.Module, row: Row, device: torch.device | None, *args: Any, **kwargs: Any) -> Description:
+def _describe(
+    module: torch.nn.Module, row: LayerReport, device: torch.device | None, *args: Any, **kwargs: Any
+) -> Description:
     if MARK in module.__dict__:
         return describe(module, device, *args, **kwargs)
     if not row.drop_in:

@@ -139,7 +139,7 @@ class Description:
         return "\n".join([f"{self.layer}: fused kernels", *shown])
 
 
-class Row(NamedTuple):
+class LayerReport(NamedTuple):
     """One layer of a model.
 
     Attributes:
@@ -162,7 +162,7 @@ class Row(NamedTuple):
         return "drop-in" if self.drop_in else "compiled" if self.compiled else "left"
 
 
-def rows_of(model: torch.nn.Module) -> Iterator[tuple[Any, Row]]:
+def rows_of(model: torch.nn.Module) -> Iterator[tuple[Any, LayerReport]]:
     """Yield every layer that passes messages or that is, or derives from, a class that :func:`drop_ins` has.
 
     The layers inside a layer that has a drop-in are part of it.
@@ -178,9 +178,9 @@ def rows_of(model: torch.nn.Module) -> Iterator[tuple[Any, Row]]:
             inside.update(module.modules())
         if isinstance(module, ours):
             reasons = layer._standing_reasons()
-            yield layer, Row(name, kind.__name__, True, "; ".join(reasons))
+            yield layer, LayerReport(name, kind.__name__, True, "; ".join(reasons))
         elif MARK in module.__dict__:
-            yield layer, Row(name, kind.__name__, False, "", compiled=True)
+            yield layer, LayerReport(name, kind.__name__, False, "", compiled=True)
         elif isinstance(module, torch.nn.Linear) and kind not in table:
             # Attention of torch's has one that it never calls.
             continue
@@ -192,7 +192,7 @@ def rows_of(model: torch.nn.Module) -> Iterator[tuple[Any, Row]]:
                 why = f"a subclass of {_of(base)} may mean something else"
             else:
                 why = f"{kind.__name__} has no drop-in"
-            yield layer, Row(name, kind.__name__, False, why)
+            yield layer, LayerReport(name, kind.__name__, False, why)
 
 
 def _of(kind: type) -> str:

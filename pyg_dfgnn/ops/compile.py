@@ -22,7 +22,7 @@ _COUNTS = {"targets": "num_dst", "sources": "num_src", "edges": "num_edges"}
 
 
 @dataclass(frozen=True)
-class Shape:
+class CallShape:
     """Facts that the functions of an op are compiled for; numbers of nodes and edges come with each call.
 
     Attributes:
@@ -120,7 +120,7 @@ class Text:
 class _Passes(Text):
     """The text of the function of a group of passes."""
 
-    def __init__(self, shape: Shape, flags: frozenset[str]) -> None:
+    def __init__(self, shape: CallShape, flags: frozenset[str]) -> None:
         super().__init__(shape.statement.name, shape.device_type == "cuda")
         self.shape, self.flags, self.statement = shape, flags, shape.statement
         self.arguments |= {number.name: f"float({number.name})" for number in self.statement.numbers}
@@ -167,7 +167,7 @@ def _code(text: str, name: str) -> CodeType:
     return compile(text, f"<{name}>", "exec")
 
 
-def compile_group(shape: Shape, group: str, flags: frozenset[str], passes: Sequence[Any]) -> Callable[..., Any]:
+def compile_group(shape: CallShape, group: str, flags: frozenset[str], passes: Sequence[Any]) -> Callable[..., Any]:
     """Return the function of a group of passes.
 
     Args:

@@ -17,7 +17,7 @@ from pyg_dfgnn.dispatch.core import Family
 from pyg_dfgnn.errors import check_device, check_dtype, check_range, check_shape, check_tensor
 from pyg_dfgnn.graph import EdgeSet, Graph
 from pyg_dfgnn.graph.forms import check_edge_index
-from pyg_dfgnn.ops.compile import Shape, count_of
+from pyg_dfgnn.ops.compile import CallShape, count_of
 from pyg_dfgnn.ops.eager import is_eager, is_plain, needs_grad
 from pyg_dfgnn.ops.function import (
     INFER,
@@ -39,7 +39,7 @@ from pyg_dfgnn.reference.philox import dropout_factor
 from pyg_dfgnn.settings import Settings, current
 from pyg_dfgnn.statements.op import FEATURES, Precomputed, Statement, TensorSpec
 
-Edges = Graph | EdgeSet
+GraphLike = Graph | EdgeSet
 FEATURE_DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 _known_program = cache(ProgramName.of)
 _COMPILED_VISITS = 16
@@ -90,9 +90,9 @@ class Op:
         # Found by its name in any process; a copy is the op itself.
         return runner_of, (self.statement.name,)
 
-    def shape(self, problem: Any, graph: Graph, heads: int, channels: int, present: frozenset[str]) -> Shape:
+    def shape(self, problem: Any, graph: Graph, heads: int, channels: int, present: frozenset[str]) -> CallShape:
         """Return what the functions of the op on a graph are compiled for."""
-        return Shape(
+        return CallShape(
             self.statement,
             problem.device.type,
             graph.is_static or (not graph.is_measured and graph.self_loops),
@@ -119,7 +119,7 @@ class Op:
 
     def __call__(
         self,
-        graph: Edges,
+        graph: GraphLike,
         tensors: tuple[Tensor | None, ...],
         numbers: tuple[float, ...],
         *,
@@ -195,7 +195,9 @@ class Op:
 
     # First calls ----------------------------------------------------------------------------------------------------
 
-    def _signature(self, graph: Edges, tensors: Sequence[Any], numbers: Any, heads: int | None, shared: bool) -> Any:
+    def _signature(
+        self, graph: GraphLike, tensors: Sequence[Any], numbers: Any, heads: int | None, shared: bool
+    ) -> Any:
         """Return what decides whether arguments are valid and which kernels they take; None for traced calls."""
         if not is_eager_on(graph):
             return None
@@ -232,13 +234,13 @@ class Op:
 
     def _first_call(
         self,
-        graph: Edges,
+        graph: GraphLike,
         tensors: tuple[Tensor | None, ...],
         numbers: tuple[float, ...],
         heads: int | None,
         shared: bool,
         signature: Any,
-    ) -> tuple[Edges, tuple[Tensor | None, ...], Any]:
+    ) -> tuple[GraphLike, tuple[Tensor | None, ...], Any]:
         """Return the graph, the inputs as kernels take them, and the prepared op; None where no kernel runs it."""
         graph, device = check_graph(graph)
         heads, channels = self._check(graph, device, tensors, numbers, heads, shared)
@@ -365,7 +367,7 @@ class Op:
 
     def _check(
         self,
-        graph: Edges,
+        graph: GraphLike,
         device: torch.device,
         tensors: Sequence[Tensor | None],
         numbers: Sequence[float],
@@ -499,7 +501,7 @@ class Op:
 
     def _traced(
         self,
-        graph: Edges,
+        graph: GraphLike,
         tensors: tuple[Tensor | None, ...],
         numbers: tuple[float, ...],
         call: _TracedCall,
@@ -542,7 +544,7 @@ def cast(tensors: tuple[Tensor | None, ...], casts: Sequence[tuple[int, torch.dt
     return tuple(changed)
 
 
-def check_graph(graph: Edges) -> tuple[Edges, torch.device]:
+def check_graph(graph: GraphLike) -> tuple[GraphLike, torch.device]:
     """Return the edges, as a Graph unless torch.compile traces, and their device."""
     if isinstance(graph, Graph):
         return graph.on_this_stream(), graph.device
@@ -552,14 +554,14 @@ def check_graph(graph: Edges) -> tuple[Edges, torch.device]:
     return graph if torch.compiler.is_compiling() else Graph.resolve(*graph.key), graph.edge_index.device
 
 
-def num_edges(graph: Edges) -> int | None:
+def num_edges(graph: GraphLike) -> int | None:
     """Return the number of edges, unknown before tracing ends when self-loops are added."""
     if isinstance(graph, Graph):
         return graph.num_edges
     return None if graph.self_loops else graph.edge_index.shape[1]
 
 
-def is_eager_on(graph: Edges) -> TypeGuard[Graph]:
+def is_eager_on(graph: GraphLike) -> TypeGuard[Graph]:
     """Return whether nothing traces or transforms operators, and the graph is built."""
     return is_eager() and isinstance(graph, Graph)
 

@@ -104,11 +104,11 @@ class _Projection(torch.autograd.Function):
 
 
 _apply = apply_of(_Projection)
-_Gradients = tuple[Tensor | None, Sequence[Tensor | None], Sequence[Tensor | None]]
+_GemmGradients = tuple[Tensor | None, Sequence[Tensor | None], Sequence[Tensor | None]]
 """Gradients of x, None without weights; of the weights and the biases, or as many None."""
 
 
-def _backward_of_torch(x: Tensor, weights: Sequence[Tensor], grads: Sequence[Tensor], needed: bool) -> _Gradients:
+def _backward_of_torch(x: Tensor, weights: Sequence[Tensor], grads: Sequence[Tensor], needed: bool) -> _GemmGradients:
     """Return the gradients by torch's products, which have derivatives of their own."""
     # Backward may run in a region of autocast that forward was not in.
     with torch.autocast(x.device.type, enabled=False):
@@ -176,7 +176,7 @@ def _forward(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor]) -> 
     return results
 
 
-def _backward(x: Tensor, weights: Sequence[Tensor], grads: Sequence[Tensor], needed: bool) -> _Gradients:
+def _backward(x: Tensor, weights: Sequence[Tensor], grads: Sequence[Tensor], needed: bool) -> _GemmGradients:
     layers, channels, features = len(grads), grads[0].size(1), x.size(1)
     x_plan, weights_plan, splits = _backward_plans(layers, *x.shape, channels, x.device)
     given, grad_x = _of_layers(grads), None

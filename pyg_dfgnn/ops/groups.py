@@ -10,12 +10,12 @@ from torch import Tensor
 from torch.autograd import Function
 
 from pyg_dfgnn.graph import Graph
-from pyg_dfgnn.ops.core import Edges
+from pyg_dfgnn.ops.core import GraphLike
 from pyg_dfgnn.ops.eager import differentiable
 from pyg_dfgnn.ops.segment import aggregate, of_degrees
 
 
-def degree(graph: Edges) -> Tensor:
+def degree(graph: GraphLike) -> Tensor:
     """Return the number of edges of each target, float32 [N_dst]; a graph whose edges stay keeps it."""
     return of_degrees(graph, "degree", "targets", lambda counts: counts)
 

@@ -19,7 +19,7 @@ from pyg_dfgnn.errors import check_bool, check_choice
 from pyg_dfgnn.graph import EdgeSet, Graph
 from pyg_dfgnn.graph.adjacency import outside_capture
 from pyg_dfgnn.ir.segment import SUM_OF
-from pyg_dfgnn.ops.core import Edges, Op, check_graph
+from pyg_dfgnn.ops.core import GraphLike, Op, check_graph
 from pyg_dfgnn.ops.function import OpCall, makers
 from pyg_dfgnn.ops.prepared import PreparedPass
 from pyg_dfgnn.ops.relational.program import gradients
@@ -140,7 +140,7 @@ def _again(
 
 
 def aggregate(
-    graph: Edges,
+    graph: GraphLike,
     x: Tensor,
     stats: str | Sequence[str] = "sum",
     *,
@@ -284,7 +284,7 @@ def _refuse_operands(message: str, **operands: Tensor | None) -> None:
             )
 
 
-def _in_pieces(op: Op, pieces: int, graph: Edges, inputs: Sequence[Tensor | None]) -> Tensor:
+def _in_pieces(op: Op, pieces: int, graph: GraphLike, inputs: Sequence[Tensor | None]) -> Tensor:
     """Return what kernels compute of so many pieces of wide features, side by side."""
     columns = [
         tensor.tensor_split(pieces, dim=-1) if tensor is not None and _has_channels(op, name) else [tensor] * pieces
@@ -298,12 +298,12 @@ def _has_channels(op: Op, name: str) -> bool:
     return op.statement.values[name].shape[-1:] == ("C",)
 
 
-def inverse_degree(graph: Edges) -> Tensor:
+def inverse_degree(graph: GraphLike) -> Tensor:
     """Return ``1 / max(degree, 1)`` of each target, float32 [N_dst]; a graph keeps it."""
     return of_degrees(graph, "inverse_degree", "targets", lambda degree: degree.clamp(min=1).reciprocal())
 
 
-def inverse_root_degree(graph: Edges, domain: str = "targets", self_loops: bool = False) -> Tensor:
+def inverse_root_degree(graph: GraphLike, domain: str = "targets", self_loops: bool = False) -> Tensor:
     """Return ``degree ** -0.5``, or 0 without edges, of each "targets" or "sources" node, float32; a graph keeps it.
 
     With ``self_loops`` each node has one more edge, to itself, that the graph does not hold.
@@ -332,7 +332,7 @@ def symmetric_norm(edge_index: Tensor, weight: Tensor, degree: Tensor) -> Tensor
     return root.index_select(0, edge_index[0]) * weight * root.index_select(0, edge_index[1])
 
 
-def of_degrees(graph: Edges, name: str, domain: str, function: Callable[[Tensor], Tensor]) -> Tensor:
+def of_degrees(graph: GraphLike, name: str, domain: str, function: Callable[[Tensor], Tensor]) -> Tensor:
     """Return a function of the degrees of a domain; a graph whose edges stay keeps it."""
     if not isinstance(graph, Graph):
         return function(_counted_degrees(graph, domain))

@@ -12,7 +12,7 @@ from torch import Tensor
 from pyg_dfgnn.dispatch import store
 from pyg_dfgnn.dispatch.core import FORWARD, Option, options
 from pyg_dfgnn.graph import Graph
-from pyg_dfgnn.ops.compile import Shape, compile_group
+from pyg_dfgnn.ops.compile import CallShape, compile_group
 from pyg_dfgnn.runtime import launcher
 from pyg_dfgnn.settings import Settings
 from pyg_dfgnn.statements.op import FEATURES, TensorSpec
@@ -69,7 +69,7 @@ class Timed:
         return handed
 
 
-def example(shape: Shape, problem: Any, graph: Graph) -> tuple[list[Tensor | None], list[float]]:
+def example(shape: CallShape, problem: Any, graph: Graph) -> tuple[list[Tensor | None], list[float]]:
     """Return random inputs of an op, drawn from a generator of their own, and numbers."""
     device, generator = problem.device, torch.Generator(problem.device).manual_seed(0)
     tensors: list[Tensor | None] = []
@@ -90,7 +90,7 @@ def measure(
     op: Any,
     problem: Any,
     graph: Graph,
-    shape: Shape,
+    shape: CallShape,
     directions: tuple[str, ...],
     offers: Sequence[Mapping[str, Option]],
     optional: frozenset[str],
@@ -135,12 +135,14 @@ def measure(
     return seconds
 
 
-def _zeros(shape: Shape, value: TensorSpec, problem: Any, graph: Graph) -> Tensor:
+def _zeros(shape: CallShape, value: TensorSpec, problem: Any, graph: Graph) -> Tensor:
     dtype = problem.dtype if value.dtype == FEATURES else getattr(torch, value.dtype)
     return torch.zeros(shape.sizes(value, graph), dtype=dtype, device=problem.device)
 
 
-def tune(op: Any, problem: Any, graph: Graph, shape: Shape, directions: tuple[str, ...], settings: Settings) -> None:
+def tune(
+    op: Any, problem: Any, graph: Graph, shape: CallShape, directions: tuple[str, ...], settings: Settings
+) -> None:
     """Time every candidate that can run a group of passes, unless that is remembered or impossible now."""
     seen = op.family.seen_by(problem, graph, directions, settings)
     offers = options(op.family, seen, graph, directions, settings)

@@ -12,7 +12,7 @@ import torch_geometric.nn
 import pyg_dfgnn.nn
 from benchmarks import run
 from benchmarks.cases import case_of
-from benchmarks.cases.relational.case import LAYERS, Edges
+from benchmarks.cases.relational.case import LAYERS, CaseEdges
 from benchmarks.cases.relational.implementations import (
     IMPLEMENTATIONS,
     CompiledPyGRelational,
@@ -148,7 +148,7 @@ def test_kernels_that_may_round_to_tf32_are_within_its_bound(op):
 
 def test_types_that_nothing_leads_to_have_no_output():
     graph = graph_of("mag_like")
-    edges = Edges.of_list(graph)
+    edges = CaseEdges.of_list(graph)
     assert edges.ends == ((1, 2), (1, 0), (0, 0), (0, 3)) and len(edges.sizes) == 4
     expected = results(PyGRelational(), case_of("hgt", "1x8"), graph)[1]
     author = graph.node_type == 1

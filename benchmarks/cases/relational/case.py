@@ -24,7 +24,7 @@ Shapes = Mapping[str, tuple[int, ...]]
 
 
 @dataclass(frozen=True)
-class Edges:
+class CaseEdges:
     """The types of a graph as layers take them.
 
     Attributes:
@@ -42,7 +42,9 @@ class Edges:
     ends: tuple[tuple[int, int], ...]
 
     @staticmethod
-    def of(edge_index: Tensor, edge_type: Tensor | None, num_relations: int, num_nodes: int, node_type: Any) -> Edges:
+    def of(
+        edge_index: Tensor, edge_type: Tensor | None, num_relations: int, num_nodes: int, node_type: Any
+    ) -> CaseEdges:
         """From the arrays of a graph; None stands for one relation, or one node type."""
         edge_type = torch.zeros_like(edge_index[0]) if edge_type is None else edge_type.long()
         if node_type is None:
@@ -53,18 +55,18 @@ class Edges:
             # All edges of a relation write the same types.
             pair[edge_type] = node_type[edge_index].t()
             ends = tuple((source, target) for source, target in pair.tolist())
-        return Edges(edge_index, edge_type, num_relations, sizes, ends)
+        return CaseEdges(edge_index, edge_type, num_relations, sizes, ends)
 
     @staticmethod
-    def of_list(graph: EdgeList) -> Edges:
+    def of_list(graph: EdgeList) -> CaseEdges:
         """From the edges of a graph of the bench."""
-        return Edges.of(graph.edge_index, graph.edge_type, graph.num_relations, graph.num_dst, graph.node_type)
+        return CaseEdges.of(graph.edge_index, graph.edge_type, graph.num_relations, graph.num_dst, graph.node_type)
 
     @staticmethod
-    def of_graph(graph: Graph) -> Edges:
+    def of_graph(graph: Graph) -> CaseEdges:
         """From a `Graph` that :func:`~benchmarks.graphs.compressed` has made."""
         relations = 1 if graph.relation is None else graph.num_relations
-        return Edges.of(graph.edge_index, graph.relation, relations, graph.num_dst, graph.peek(NODE_TYPE))
+        return CaseEdges.of(graph.edge_index, graph.relation, relations, graph.num_dst, graph.peek(NODE_TYPE))
 
     @property
     def node_type(self) -> Tensor:
@@ -115,8 +117,8 @@ class RelationalLayer:
     title: str
     conv: str
     shapes: Callable[[int, int, int, int], Shapes]
-    module: Callable[[Any, str, Any, Edges], nn.Module]
-    parameters: Callable[[Inputs, Edges], Inputs]
+    module: Callable[[Any, str, Any, CaseEdges], nn.Module]
+    parameters: Callable[[Inputs, CaseEdges], Inputs]
     plain: Callable[[Tensor, int, Inputs, int], Tensor]
     is_hetero: bool = False
     has_kink: bool = False
@@ -212,24 +214,24 @@ def _hgt_shapes(width: int, heads: int, relations: int, types: int) -> Shapes:
     }
 
 
-def _rgcn(namespace: Any, conv: str, case: RelationalCase, edges: Edges) -> nn.Module:
+def _rgcn(namespace: Any, conv: str, case: RelationalCase, edges: CaseEdges) -> nn.Module:
     return getattr(namespace, conv)(case.width, case.width, edges.num_relations)  # type: ignore[no-any-return]
 
 
-def _rgat(namespace: Any, conv: str, case: RelationalCase, edges: Edges) -> nn.Module:
+def _rgat(namespace: Any, conv: str, case: RelationalCase, edges: CaseEdges) -> nn.Module:
     size = case.width // case.heads
     return getattr(namespace, conv)(case.width, size, edges.num_relations, heads=case.heads)  # type: ignore[no-any-return]
 
 
-def _hgt(namespace: Any, conv: str, case: RelationalCase, edges: Edges) -> nn.Module:
+def _hgt(namespace: Any, conv: str, case: RelationalCase, edges: CaseEdges) -> nn.Module:
     return getattr(namespace, conv)(case.width, case.width, edges.metadata, case.heads)  # type: ignore[no-any-return]
 
 
-def _own_names(inputs: Inputs, edges: Edges) -> Inputs:
+def _own_names(inputs: Inputs, edges: CaseEdges) -> Inputs:
     return {name: tensor for name, tensor in inputs.items() if name != "x"}
 
 
-def _hgt_names(inputs: Inputs, edges: Edges) -> Inputs:
+def _hgt_names(inputs: Inputs, edges: CaseEdges) -> Inputs:
     types, relations = edges.metadata
     names = {"k_rel.weight": inputs["k_rel"], "v_rel.weight": inputs["v_rel"]}
     for part in ("kqv", "out"):
@@ -292,7 +294,7 @@ class RelationalCase(HeadsCase):
             inputs[name] = drawn.mul_(scale)
         return inputs
 
-    def call(self, namespace: Any, edges: Edges, conv: str = "") -> Call:
+    def call(self, namespace: Any, edges: CaseEdges, conv: str = "") -> Call:
         """A module of a namespace as a function of the inputs."""
         spec = self.spec
         module = spec.module(namespace, conv or spec.conv, self, edges).to(edges.edge_index.device)
@@ -313,7 +315,7 @@ class RelationalCase(HeadsCase):
         return call_hetero
 
     def fused(self, graph: Graph, inputs: Inputs) -> Tensor:
-        return self.call(ours, Edges.of_graph(graph))(inputs)
+        return self.call(ours, CaseEdges.of_graph(graph))(inputs)
 
     def plain(self, edge_index: Tensor, num_dst: int, inputs: Inputs, keep: Tensor | None) -> Tensor:
         """Return the reference output in plain torch; the inputs also hold the constants of :meth:`reference`."""
@@ -322,7 +324,7 @@ class RelationalCase(HeadsCase):
     def reference(
         self, graph: EdgeList, inputs: Inputs, grad_out: Tensor, keep: Tensor | None = None
     ) -> dict[str, Tensor]:
-        edges = Edges.of_list(graph)
+        edges = CaseEdges.of_list(graph)
         constants = {"edge_type": ("edge", edges.edge_type), "node_type": ("src", edges.node_type)}
         constants |= {"target_type": ("dst", edges.node_type), "reached": ("param", edges.reached.double())}
         roles, rows = self.roles(graph), self.target_rows_of

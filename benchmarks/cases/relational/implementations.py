@@ -14,7 +14,7 @@ from torch import Tensor
 from torch_geometric.utils import scatter
 
 from benchmarks.case import Call, Forward, Fused, Implementation, TorchCompiled
-from benchmarks.cases.relational.case import Edges, RelationalCase, counts_of
+from benchmarks.cases.relational.case import CaseEdges, RelationalCase, counts_of
 from benchmarks.graphs import compressed
 from pyg_dfgnn import nn as ours
 from pyg_dfgnn.errors import UnsupportedError
@@ -44,7 +44,7 @@ class Ours(RelationalImplementation, Fused):
     """This package's drop-ins."""
 
     def call(self, case: RelationalCase, graph: EdgeList, inputs: Inputs) -> Call:  # type: ignore[override]
-        return case.call(ours, Edges.of_list(graph))
+        return case.call(ours, CaseEdges.of_list(graph))
 
 
 class PyGRelational(RelationalImplementation):
@@ -54,7 +54,7 @@ class PyGRelational(RelationalImplementation):
     title = "PyG"
 
     def call(self, case: RelationalCase, graph: EdgeList, inputs: Inputs) -> Call:  # type: ignore[override]
-        return case.call(torch_geometric.nn, Edges.of_list(graph), self.convs[case.op])
+        return case.call(torch_geometric.nn, CaseEdges.of_list(graph), self.convs[case.op])
 
 
 class FastPyG(PyGRelational):
@@ -94,7 +94,7 @@ class Fasten(RelationalImplementation):
 
     def prepare(self, case: RelationalCase, graph: EdgeList, inputs: Inputs) -> Forward:  # type: ignore[override]
         fasten = importlib.import_module(self.name)
-        edges = Edges.of_list(graph)
+        edges = CaseEdges.of_list(graph)
         kind, order = edges.edge_type.sort(stable=True)
         source, target = edges.edge_index[:, order]
         segments = fasten.compact_tensor_types(None, kind, is_sorted=True, device=graph.device)
@@ -128,7 +128,7 @@ class Hector(RelationalImplementation):
     passes: ClassVar[Passes] = Passes(frozenset({"aggregate_first", "reorder", "compact"}), frozenset())
 
     def prepare(self, case: RelationalCase, graph: EdgeList, inputs: Inputs) -> Forward:  # type: ignore[override]
-        edges = Edges.of_list(graph)
+        edges = CaseEdges.of_list(graph)
         node_type = edges.node_type
         types: dict[str, Any] = {"source_type": node_type, "target_type": node_type, "num_types": len(edges.sizes)}
         related = compressed(replace(graph, edge_type=edges.edge_type))

@@ -15,11 +15,11 @@ from pyg_dfgnn.ir.domains import FEW, Domain, One, determines, join
 from pyg_dfgnn.ir.keeping import ADD
 from pyg_dfgnn.ir.program import RANGED, Builder, Program, Value, broadcast, rewrite
 
-Sizes = Mapping[Domain, int]
+DomainSizes = Mapping[Domain, int]
 """Number of rows of each domain."""
 
 
-def reorder(program: Program, sizes: Sizes) -> Program:
+def reorder(program: Program, sizes: DomainSizes) -> Program:
     """Return the program with (x A) B as x (A B), and x W dotted with a weight a as x (W a), where that is cheaper."""
     while (changed := _reordered(program, sizes)) != program:
         program = changed
@@ -55,7 +55,7 @@ def scale_first(program: Program) -> Program:
     return rewrite(program, rule)
 
 
-def aggregate_first(program: Program, sizes: Sizes) -> Program:
+def aggregate_first(program: Program, sizes: DomainSizes) -> Program:
     """Return the program with sum(c (x W)) as sum(sum(c x) W), the inner sum by (target, relation), where cheaper.
 
     So has sum(x W + b), to which b is added as often as there are rows. c has one number per row or per head, such as
@@ -133,7 +133,7 @@ def _other_products(program: Program, i: int, scaled: _Scaled) -> dict[int, tupl
     return products if len(products) == len(readers) else None
 
 
-def _saves(program: Program, scaled: _Scaled, others: dict[int, tuple[int, int]], sizes: Sizes) -> bool:
+def _saves(program: Program, scaled: _Scaled, others: dict[int, tuple[int, int]], sizes: DomainSizes) -> bool:
     """Whether fewer numbers are written: the rows of the inner sum and products of weights instead of x W."""
     x, _ = _map_operands(program, scaled.inner)
     inner = program.values[scaled.inner]
@@ -146,14 +146,14 @@ def _saves(program: Program, scaled: _Scaled, others: dict[int, tuple[int, int]]
     return after <= sizes[inner.domain] * prod(inner.shape)
 
 
-def _multiplications(values: Sequence[Value], value: Value, sizes: Sizes) -> int:
+def _multiplications(values: Sequence[Value], value: Value, sizes: DomainSizes) -> int:
     """Return the multiplications of a linear map, a product of weights or an inner product."""
     is_inner = value.op == "inner"
     columns = 1 if is_inner else values[value.args[1]].shape[-2]
     return sizes[value.domain] * columns * prod(values[value.args[0]].shape if is_inner else value.shape)
 
 
-def _reordered(program: Program, sizes: Sizes) -> Program:
+def _reordered(program: Program, sizes: DomainSizes) -> Program:
     uses, values = program.uses, program.values
 
     def rule(builder: Builder, i: int, value: Value, ids: dict[int, int]) -> int | None:

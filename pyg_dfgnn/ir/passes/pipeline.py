@@ -18,8 +18,8 @@ from pyg_dfgnn.ir.passes.sums import join_pads, share_sums, split_concats
 from pyg_dfgnn.ir.program import Program
 from pyg_dfgnn.ir.simplify import common_subexpressions, remove_dead
 
-Pass = Callable[[Program, Mapping[Domain, int]], Program]
-PASSES: dict[str, Pass] = {
+ProgramPass = Callable[[Program, Mapping[Domain, int]], Program]
+PASSES: dict[str, ProgramPass] = {
     "common": lambda program, sizes: common_subexpressions(program),
     "join_pads": lambda program, sizes: join_pads(program),
     "split_concats": lambda program, sizes: split_concats(program),

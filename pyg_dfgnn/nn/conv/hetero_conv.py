@@ -39,10 +39,10 @@ _MOST_NUMBERS = 1 << 24
 """Numbers of all sources from which a copy of them takes longer than what the host saves."""
 
 Relation = tuple[str, str, str]
-Options = tuple[Any, ...]
+ConvOptions = tuple[Any, ...]
 """Facts in which relations that are computed together agree: the kind of conv, its options, and the widths."""
 Nodes = Mapping[str, Tensor]
-Edges = Mapping[Relation, Tensor]
+EdgesByRelation = Mapping[Relation, Tensor]
 Convs = Mapping[Relation, Any]
 
 
@@ -76,7 +76,9 @@ class HeteroConv(conv.HeteroConv):
         return out_dict
 
 
-def together(convs: Convs, x_dict: Nodes, edge_index_dict: Edges) -> tuple[list[dict[str, Tensor]], set[Relation]]:
+def together(
+    convs: Convs, x_dict: Nodes, edge_index_dict: EdgesByRelation
+) -> tuple[list[dict[str, Tensor]], set[Relation]]:
     """Compute relations together where that is faster, and add up what they give to a type.
 
     Returns:
@@ -90,7 +92,7 @@ def together(convs: Convs, x_dict: Nodes, edge_index_dict: Edges) -> tuple[list[
     return results, {relation for group in groups.values() for relation in group}
 
 
-def _groups(convs: Convs, x_dict: Nodes, edge_index_dict: Edges) -> dict[Options, list[Relation]]:
+def _groups(convs: Convs, x_dict: Nodes, edge_index_dict: EdgesByRelation) -> dict[ConvOptions, list[Relation]]:
     """Return the relations that are computed together."""
     if len(edge_index_dict) < LEAST_RELATIONS:
         return {}
@@ -108,7 +110,7 @@ def _groups(convs: Convs, x_dict: Nodes, edge_index_dict: Edges) -> dict[Options
             found.append((relation, edges, x, to))
     if len(found) < LEAST_RELATIONS or not _is_small(found):  # type: ignore[arg-type]
         return {}
-    groups: dict[Options, list[Relation]] = {}
+    groups: dict[ConvOptions, list[Relation]] = {}
     for relation, _, x, to in found:
         options = _options(convs[relation], x, to)  # type: ignore[arg-type]
         if options is not None:
@@ -117,7 +119,7 @@ def _groups(convs: Convs, x_dict: Nodes, edge_index_dict: Edges) -> dict[Options
 
 
 def _sums(
-    convs: Convs, group: Sequence[Relation], options: Sequence[Any], x_dict: Nodes, edge_index_dict: Edges
+    convs: Convs, group: Sequence[Relation], options: Sequence[Any], x_dict: Nodes, edge_index_dict: EdgesByRelation
 ) -> dict[str, Tensor]:
     """Return what relations of sums or means give to each type."""
     _, averages, width = options
@@ -151,7 +153,7 @@ def _sums(
 
 
 def _attention(
-    convs: Convs, group: Sequence[Relation], options: Sequence[Any], x_dict: Nodes, edge_index_dict: Edges
+    convs: Convs, group: Sequence[Relation], options: Sequence[Any], x_dict: Nodes, edge_index_dict: EdgesByRelation
 ) -> dict[str, Tensor]:
     """Return what relations of attention give to each type: a relation's sources are rows of their own.
 
@@ -255,7 +257,7 @@ def _projections(layer: Any) -> tuple[Any, Any]:
     return (lin, lin) if lin is not None else (layer.lin_src, layer.lin_dst)
 
 
-def _options(layer: Any, x: Tensor, to: Tensor) -> Options | None:
+def _options(layer: Any, x: Tensor, to: Tensor) -> ConvOptions | None:
     """Return what relations must agree about to be computed together; None for a conv that is not."""
     kind = type(layer)
     if kind not in (SAGEConv, GraphConv, GATConv) or has_hooks(layer) or "forward" in layer.__dict__:
@@ -274,7 +276,7 @@ def _options(layer: Any, x: Tensor, to: Tensor) -> Options | None:
     return SAGEConv, layers[0].weight.size(0), statistics == ("mean",), x.size(1)
 
 
-def _attention_options(layer: Any, x: Tensor, to: Tensor) -> Options | None:
+def _attention_options(layer: Any, x: Tensor, to: Tensor) -> ConvOptions | None:
     both = _projections(layer)
     if layer.add_self_loops or layer.lin_edge is not None or layer.res is not None or not _fit(both, (x, to)):
         return None
@@ -311,7 +313,7 @@ def _ends_of(
     group: Sequence[Relation],
     places: Sequence[tuple[int, ...]],
     x_dict: Nodes,
-    edge_index_dict: Edges,
+    edge_index_dict: EdgesByRelation,
     *sizes: int,
 ) -> Sequence[Tensor]:
     """Return the edges of relations behind each other; see :func:`_joined` and :func:`_compacted`."""

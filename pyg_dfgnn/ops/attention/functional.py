@@ -23,7 +23,7 @@ from pyg_dfgnn.graph import Graph
 from pyg_dfgnn.graph.typed_rows import one_type
 from pyg_dfgnn.ops.attention.launchers import InverseNorm, prepare
 from pyg_dfgnn.ops.attention.program import gradients_again
-from pyg_dfgnn.ops.core import Edges, Op, is_eager_on
+from pyg_dfgnn.ops.core import GraphLike, Op, is_eager_on
 from pyg_dfgnn.ops.function import makers
 from pyg_dfgnn.ops.relational.linear import typed_linear
 from pyg_dfgnn.reference import attention as reference
@@ -139,7 +139,7 @@ makers.append(_make)
 
 
 def edge_attention(
-    graph: Edges,
+    graph: GraphLike,
     score: Score,
     *,
     value: Tensor,
@@ -216,7 +216,7 @@ def edge_attention(
 
 
 def dot_attention(
-    graph: Edges,
+    graph: GraphLike,
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -294,7 +294,7 @@ def _edge_matrix(value: Any, edge_attr: Any, edge_weight: Any, heads: int | None
     return weight.to(value.dtype), edge_attr
 
 
-def _by_head(graph: Edges, rows: Tensor, weight: Tensor, transposed: bool = False) -> Tensor:
+def _by_head(graph: GraphLike, rows: Tensor, weight: Tensor, transposed: bool = False) -> Tensor:
     """Return the products [N_dst, H, D] of rows [N_dst, H, C] and the matrix [H, C, D] of each head, or the other way.
 
     torch sums the gradient of a small matrix over all rows in few thread blocks, which takes longer than the attention.
@@ -305,7 +305,7 @@ def _by_head(graph: Edges, rows: Tensor, weight: Tensor, transposed: bool = Fals
 
 
 def _dot_on_edge_rows(
-    graph: Edges,
+    graph: GraphLike,
     projections: Sequence[Tensor],
     rows: Tensor,
     weight: Tensor,
@@ -338,7 +338,7 @@ def _dot_on_edge_rows(
 
 
 def cosine_attention(
-    graph: Edges,
+    graph: GraphLike,
     x_src: Tensor,
     x_dst: Tensor | None = None,
     *,
@@ -379,7 +379,7 @@ def cosine_attention(
 
 
 def add_attention(
-    graph: Edges,
+    graph: GraphLike,
     value: Tensor,
     alpha_src: Tensor,
     alpha_dst: Tensor | None = None,
@@ -422,7 +422,7 @@ def add_attention(
 
 
 def gatv2_attention(
-    graph: Edges,
+    graph: GraphLike,
     x_src: Tensor,
     x_dst: Tensor,
     att: Tensor,
@@ -466,7 +466,7 @@ def gatv2_attention(
 
 
 def supergat_attention(
-    graph: Edges,
+    graph: GraphLike,
     x_src: Tensor,
     x_dst: Tensor,
     alpha_src: Tensor | None = None,

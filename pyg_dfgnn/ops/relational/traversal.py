@@ -17,7 +17,7 @@ from pyg_dfgnn.runtime.launcher import addresses
 from pyg_dfgnn.statements.spec import Spec
 
 
-class Launch(NamedTuple):
+class PreparedLaunch(NamedTuple):
     """A traversal or a map that is ready to run.
 
     Attributes:
@@ -46,7 +46,9 @@ def _spec(step: KernelStep, problem: StepProblem, plan: RowSplitPlan) -> Spec:
     return replace(spec_of(problem, plan.constants), label=step.program.name.removesuffix("_backward"))
 
 
-def prepare(step: KernelStep, exact: Collection[str], compares: bool, rows: IndexSpace, dtype: torch.dtype) -> Launch:
+def prepare(
+    step: KernelStep, exact: Collection[str], compares: bool, rows: IndexSpace, dtype: torch.dtype
+) -> PreparedLaunch:
     """Return the launch of a traversal or a map.
 
     Args:
@@ -74,7 +76,7 @@ def prepare(step: KernelStep, exact: Collection[str], compares: bool, rows: Inde
         def run_map(_: Any, arguments: Sequence[Any]) -> None:
             launch_map.launch(num_rows, device, arguments)
 
-        return Launch(run_map, addresses(of_rows), names, {})
+        return PreparedLaunch(run_map, addresses(of_rows), names, {})
     # Sums of outer products range over pieces of the edges, by target.
     domain = D if kernel.is_outer else step.domain
     side = rows.pieces(piece_of(rows.sizes[E])) if kernel.is_outer else rows.adjacency(domain, step.over)
@@ -91,4 +93,4 @@ def prepare(step: KernelStep, exact: Collection[str], compares: bool, rows: Inde
     outputs = {name: step.program.values[i] for name, i in step.program.outputs} if kernel.is_outer else {}
     pieces = {n: (side.num_rows, *value.shape) for n, value in outputs.items() if value.domain is step.domain}
     # The rows and their graph keep the arrays; they keep this too, so it does not keep them.
-    return Launch(launch, fixed, names, pieces)
+    return PreparedLaunch(launch, fixed, names, pieces)
