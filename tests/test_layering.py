@@ -39,7 +39,9 @@ ALLOWED = {
 }
 ALLOWED["benchmarks"] = set(ALLOWED) - {"__main__"}
 
-# Files that serve any family, so their imports name no attention.
+# Files that serve any family, so neither their imports nor their text name one. PyG's own argument
+# `return_attention_weights` may be spoken of.
+FAMILY = re.compile(r"relational|segment|gemm|attention(?![ _]weights)", re.IGNORECASE)
 CORES = (
     "pyg_dfgnn/dispatch/core*.py",
     "pyg_dfgnn/dispatch/store.py",
@@ -197,6 +199,33 @@ def test_no_core_imports_attention():
         if any("attention" in module.split(".") for module in modules_imported(parsed(path), package_of(path)))
     }
     assert sorted(found) == []
+
+
+def test_no_core_of_the_package_names_a_family():
+    found = [
+        f"{relative(path)}:{number}: {line.strip()}"
+        for pattern in CORES
+        if pattern.startswith("pyg_dfgnn")
+        for path in ROOT.glob(pattern)
+        for number, line in enumerate(path.read_text().splitlines(), 1)
+        if FAMILY.search(line)
+    ]
+    assert found == []
+    assert all(list(ROOT.glob(pattern)) for pattern in CORES)
+
+
+@pytest.mark.parametrize(
+    ("line", "seen"),
+    [
+        ("if family == 'attention':", True),
+        ("class SegmentProblem:", True),
+        ("return_attention_weights=True", False),
+        ('reasons.append("attention weights")', False),
+        ("def program(heads): ...", False),
+    ],
+)
+def test_family_in_a_core_is_seen(line, seen):
+    assert bool(FAMILY.search(line)) == seen
 
 
 def test_no_config_of_the_package_names_the_benchmarks():

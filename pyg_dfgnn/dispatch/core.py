@@ -97,7 +97,7 @@ class Family:
     """Kernels that compute one kind of problem.
 
     Attributes:
-        name: The family, such as "attention".
+        name: Name of the family.
         candidates: The schedules by name. The first runs every problem of the family and replaces those that cannot.
         others: Schedules that run only where they are asked for by name.
         rules: Rules that the setting `schedule` may name beside "auto" and "autotune".
