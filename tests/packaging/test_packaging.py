@@ -86,7 +86,8 @@ def test_the_citation_names_this_version():
 BLOCKED = """
 import importlib, pkgutil, sys
 
-extras = "hydra omegaconf matplotlib PIL scipy skimage cupy torch_sparse torch_scatter"
+# PyG itself needs tqdm.
+extras = "hydra omegaconf matplotlib pandas pymetis PIL scipy skimage cupy torch_sparse torch_scatter tensorboard wandb"
 sys.modules.update(dict.fromkeys(extras.split()))
 import pyg_dfgnn
 for module in pkgutil.walk_packages(pyg_dfgnn.__path__, "pyg_dfgnn."):
