@@ -1,7 +1,8 @@
-"""Where the CUDA text and the configs lie: inside an installed wheel, or at the top of a checkout."""
+"""Where the CUDA text and the configs lie, inside a wheel or at the top of a checkout, and compiled kernels."""
 
 from __future__ import annotations
 
+import os
 from functools import cache
 from pathlib import Path
 
@@ -31,3 +32,8 @@ def configs_dir() -> Path:
         FileNotFoundError: The installation is incomplete.
     """
     return _find("configs")
+
+
+def kernel_cache_dir() -> Path:
+    """The folder in which CuPy keeps compiled kernels and `autotune` its timings."""
+    return Path(os.environ.get("CUPY_CACHE_DIR") or os.path.expanduser("~/.cupy/kernel_cache"))

@@ -2,37 +2,31 @@
 
 from __future__ import annotations
 
-import os
 import shutil
 import time
-from pathlib import Path
 
 import torch
 
 import pyg_dfgnn
 from pyg_dfgnn.command.layers import NO_GPU, Case, UserError, builtin_cases, loss_of, users_case
 from pyg_dfgnn.graph.derived import in_units
+from pyg_dfgnn.paths import kernel_cache_dir
 
 _CALLS = 5
 """Calls after which edges are no longer new."""
 
 
-def cache_folder() -> Path:
-    """Return the folder in which CuPy keeps compiled kernels."""
-    return Path(os.environ.get("CUPY_CACHE_DIR", Path.home() / ".cupy" / "kernel_cache"))
-
-
 def cached() -> tuple[int, int]:
     """Return the number of files in the cache and their bytes."""
-    files = [path for path in cache_folder().rglob("*") if path.is_file()] if cache_folder().is_dir() else []
+    files = [path for path in kernel_cache_dir().rglob("*") if path.is_file()] if kernel_cache_dir().is_dir() else []
     return len(files), sum(path.stat().st_size for path in files)
 
 
 def clear() -> int:
     """Delete the kernels that CuPy keeps on disk, those of other packages too."""
     count, size = cached()
-    shutil.rmtree(cache_folder(), ignore_errors=True)
-    print(f"deleted {count} files, {in_units(size)}, in {cache_folder()}")
+    shutil.rmtree(kernel_cache_dir(), ignore_errors=True)
+    print(f"deleted {count} files, {in_units(size)}, in {kernel_cache_dir()}")
     return 0
 
 
@@ -66,6 +60,7 @@ def warm(source: str | None = None) -> int:
     more, bytes_now = cached()
     seconds = time.perf_counter() - before
     print(
-        f"compiled {more - count} files, {in_units(max(bytes_now - size, 0))}, in {seconds:.0f} s to {cache_folder()}"
+        f"compiled {more - count} files, {in_units(max(bytes_now - size, 0))}, "
+        f"in {seconds:.0f} s to {kernel_cache_dir()}"
     )
     return 0

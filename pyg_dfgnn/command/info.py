@@ -10,8 +10,9 @@ import torch
 from torch.utils import collect_env
 
 import pyg_dfgnn
-from pyg_dfgnn.command.cache import cache_folder, cached
+from pyg_dfgnn.command.cache import cached
 from pyg_dfgnn.graph.derived import in_units
+from pyg_dfgnn.paths import kernel_cache_dir
 from pyg_dfgnn.runtime.compiler import nvrtc_version
 
 PACKAGES = (
@@ -40,5 +41,5 @@ def info() -> int:
     if not torch.cuda.is_available():
         print("PyTorch finds no GPU: what kernels would do on one cannot be told")
     count, size = cached()
-    print(f"kernels on disk: {count} files, {in_units(size)} in {cache_folder()}")
+    print(f"kernels on disk: {count} files, {in_units(size)} in {kernel_cache_dir()}")
     return 0

@@ -15,17 +15,13 @@ import torch
 
 from pyg_dfgnn.dispatch.gpu import gpu_of
 from pyg_dfgnn.graph import Adjacency, Graph
+from pyg_dfgnn.paths import kernel_cache_dir
 
 Seconds = dict[str, dict[str, float]]
 """Time of each pass by each schedule, by direction."""
 
 _logger = logging.getLogger("pyg_dfgnn")
 _remembered: dict[str, Seconds] = {}
-
-
-def folder() -> Path:
-    """Where timings are kept: the folder in which CuPy keeps compiled kernels."""
-    return Path(os.environ.get("CUPY_CACHE_DIR") or os.path.expanduser("~/.cupy/kernel_cache"))
 
 
 def _sources(family: Any, problem: Any, directions: Sequence[str], offers: Sequence[Mapping[str, Any]]) -> str:
@@ -104,7 +100,7 @@ def key_of(
 
 
 def _path(key: str) -> Path:
-    return folder() / f"pyg_dfgnn-autotune-{hashlib.sha256(key.encode()).hexdigest()[:32]}.json"
+    return kernel_cache_dir() / f"pyg_dfgnn-autotune-{hashlib.sha256(key.encode()).hexdigest()[:32]}.json"
 
 
 def recall(key: str | None) -> Seconds | None:

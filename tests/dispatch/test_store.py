@@ -12,6 +12,7 @@ from pyg_dfgnn.dispatch import gpu, store
 from pyg_dfgnn.dispatch.attention.family import FAMILY
 from pyg_dfgnn.dispatch.core import BACKWARD, FORWARD
 from pyg_dfgnn.graph import Graph
+from pyg_dfgnn.paths import kernel_cache_dir
 from pyg_dfgnn.reference.zoo import hub, random
 from pyg_dfgnn.settings import current
 from tests.dispatch.test_core import PROBLEM, graph_of
@@ -137,10 +138,10 @@ def test_a_folder_that_cannot_be_written(monkeypatch, tmp_path, caplog):
 
 
 def test_beside_the_compiled_kernels(monkeypatch, tmp_path):
-    assert store.folder() == tmp_path
+    assert kernel_cache_dir() == tmp_path
     monkeypatch.delenv("CUPY_CACHE_DIR")
     monkeypatch.setenv("HOME", str(tmp_path))
-    assert store.folder() == tmp_path / ".cupy" / "kernel_cache"
+    assert kernel_cache_dir() == tmp_path / ".cupy" / "kernel_cache"
 
 
 def test_a_user_without_a_home(monkeypatch, tmp_path):
