@@ -5,6 +5,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from pyg_dfgnn.runtime.compiler import import_cupy
+
 
 def to_cupy(tensor: Tensor) -> Any:
     """Return a CuPy array that shares the memory of a CUDA tensor.
@@ -16,11 +18,10 @@ def to_cupy(tensor: Tensor) -> Any:
     Raises:
         ValueError: The tensor is not on a CUDA device.
     """
-    import cupy
-
     if tensor.device.type != "cuda":
         raise ValueError(f"'tensor' needs to be on a CUDA device (got {tensor.device})")
     tensor = tensor.detach().resolve_conj().resolve_neg()
+    cupy = import_cupy()
     with torch.cuda.device(tensor.device):
         if tensor.dtype != torch.bfloat16:
             return cupy.from_dlpack(tensor)

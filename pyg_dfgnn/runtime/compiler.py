@@ -1,15 +1,28 @@
 """Compilation of assembled source with CuPy's RawModule, cached per process and device, and on disk by content."""
 
+import atexit
+import logging
 import multiprocessing
+import os
 import re
+import shutil
+import tempfile
+import threading
 from collections.abc import Iterable
 from functools import cache
 from typing import Any
 
+from pyg_dfgnn.errors import UnsupportedError
+from pyg_dfgnn.paths import kernel_cache_dir
 from pyg_dfgnn.statements.spec import Spec
 
 OPTIONS = ("-std=c++17",)
 """NVRTC options of every module. CuPy adds the architecture of the device."""
+
+_logger = logging.getLogger("pyg_dfgnn")
+# Held while CuPy is told to keep a module in memory only.
+_memory_only = threading.Lock()
+_IN_MEMORY = "CUPY_CACHE_IN_MEMORY"
 
 
 class CompileError(RuntimeError):
@@ -31,23 +44,73 @@ def _numbered(source: str) -> str:
 
 
 @cache
+def import_cupy() -> Any:
+    """Import CuPy, and look whether its compiler is there.
+
+    CuPy makes the folder of compiled kernels as it is imported. Where that folder cannot be made, this process has a
+    temporary one.
+
+    Raises:
+        UnsupportedError: CuPy is of another version of CUDA, or not whole.
+    """
+    try:
+        kernel_cache_dir().mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        folder = tempfile.mkdtemp(prefix="pyg_dfgnn-")
+        atexit.register(shutil.rmtree, folder, ignore_errors=True)
+        _logger.warning("compiled kernels are kept in %s until this process ends: %s", folder, error)
+        os.environ["CUPY_CACHE_DIR"] = folder
+    try:
+        import cupy
+
+        cupy.cuda.nvrtc.getVersion()
+    except (ImportError, RuntimeError, OSError) as error:
+        found = f"CuPy or its compiler does not load: {' '.join(str(error).split())}"
+        needed = 'CuPy must be of the CUDA version of PyTorch (pip install ".[cuda13]" or ".[cuda12]" in a clone)'
+        raise UnsupportedError([found, needed], what="a kernel") from error
+    return cupy
+
+
+@cache
 def module(spec: Spec, device_index: int) -> Any:
     """Return the loaded ``cupy.RawModule`` of ``spec`` on a device.
 
     CuPy keeps the binary on disk under a key of source text, options, architecture and compiler version; the text has
-    its includes inlined, so the key covers them.
+    its includes inlined, so the key covers them. Where the disk takes no file, the module is in memory alone.
 
     Raises:
         CompileError: The source does not compile.
+        UnsupportedError: CuPy is of another version of CUDA, or not whole.
     """
-    import cupy
-
+    cupy = import_cupy()
     with cupy.cuda.Device(device_index):
         try:
-            raw = cupy.RawModule(code=spec.compiled_source, options=OPTIONS + spec.options, backend="nvrtc")
-            raw.compile()
-        except cupy.cuda.compiler.CompileException as error:
-            raise CompileError(f"{spec.name}\n{error}\n{_numbered(spec.compiled_source)}") from error
+            return _compiled(cupy, spec)
+        except OSError as error:
+            _tell_of_disk(error.strerror or str(error))
+        with _memory_only:
+            # A module that another thread compiles meanwhile is not kept on disk either.
+            before = os.environ.get(_IN_MEMORY)
+            os.environ[_IN_MEMORY] = "1"
+            try:
+                return _compiled(cupy, spec)
+            finally:
+                os.environ.pop(_IN_MEMORY)
+                if before is not None:
+                    os.environ[_IN_MEMORY] = before
+
+
+@cache
+def _tell_of_disk(reason: str) -> None:
+    _logger.warning("kernels that %s lacks are compiled in each process anew: %s", kernel_cache_dir(), reason)
+
+
+def _compiled(cupy: Any, spec: Spec) -> Any:
+    try:
+        raw = cupy.RawModule(code=spec.compiled_source, options=OPTIONS + spec.options, backend="nvrtc")
+        raw.compile()
+    except cupy.cuda.compiler.CompileException as error:
+        raise CompileError(f"{spec.name}\n{error}\n{_numbered(spec.compiled_source)}") from error
     return raw
 
 
