@@ -163,6 +163,7 @@ def test_damaged_raw_files_are_named(tmp_path):
     assert RawFiles("Set", ("one",), ("set/raw",), [tmp_path / "local"]).load(raw, True, make) == "whole"
 
 
+@pytest.mark.fault("the disk is full as a data set is made")
 def test_errors_of_the_system_are_not_those_of_a_download(tmp_path):
     def full():
         raise OSError(errno.ENOSPC, "No space left on device")

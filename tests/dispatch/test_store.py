@@ -103,6 +103,7 @@ def test_kept_on_disk(no_timings):
     assert store.recall(key) == {"forward": {"row_split": 5.0}}
 
 
+@pytest.mark.fault("a timing on disk is damaged")
 @pytest.mark.parametrize(
     "text",
     ["", "{", "[1]", "null", '{"key": 1}', '{"seconds": {}}', "\x00\xff", '{"key": KEY, "seconds": {"forward": 3}}'],
@@ -127,6 +128,7 @@ def test_a_file_of_another_key_counts_as_none(no_timings):
     assert store.recall(other) is None
 
 
+@pytest.mark.fault("the folder of timings cannot be written")
 def test_a_folder_that_cannot_be_written(monkeypatch, tmp_path, caplog):
     caplog.set_level("INFO")
     (tmp_path / "file").touch()
@@ -144,6 +146,7 @@ def test_beside_the_compiled_kernels(monkeypatch, tmp_path):
     assert kernel_cache_dir() == tmp_path / ".cupy" / "kernel_cache"
 
 
+@pytest.mark.fault("the user has no home")
 def test_a_user_without_a_home(monkeypatch, tmp_path):
     """As in a container that runs under a number."""
     monkeypatch.chdir(tmp_path)

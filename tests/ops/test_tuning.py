@@ -98,6 +98,7 @@ def test_nothing_is_kept_where_no_timing_is_possible(emulated):
         assert "not timed yet" in str(dispatch.explain(FAMILY, asked, graph, True))
 
 
+@pytest.mark.fault("out of memory while candidates are timed")
 def test_out_of_memory_leaves_a_candidate_out(timer, caplog):
     def fail():
         raise torch.OutOfMemoryError("too much")
@@ -109,6 +110,7 @@ def test_out_of_memory_leaves_a_candidate_out(timer, caplog):
     assert "schedule 'row_split' is left out of a choice by autotune: too much" in caplog.text
 
 
+@pytest.mark.fault("out of memory while candidates are timed")
 def test_no_memory_for_the_inputs_of_a_timing(timer, monkeypatch, tmp_path, caplog):
     """Estimates decide then, for this process."""
     inputs = []

@@ -177,6 +177,7 @@ def test_interrupt_in_the_middle_of_an_epoch(run, monkeypatch, loader):
     assert_equal(parameters(resumed), parameters(whole))
 
 
+@pytest.mark.fault("an interrupted training run goes on with equal losses")
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=["keyboard", "scheduler"])
 def test_short_epochs_are_finished_before_an_interrupt(tmp_path, monkeypatch, number):
     write_raw(tmp_path / "Cora" / "raw")

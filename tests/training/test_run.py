@@ -198,6 +198,7 @@ def test_files_of_a_run(run, caplog):
         assert part in caplog.text
 
 
+@pytest.mark.fault("a full disk costs no results of a training run")
 def test_a_plot_that_fails_costs_no_results(run, monkeypatch, caplog):
     caplog.set_level("INFO")
 
@@ -211,6 +212,7 @@ def test_a_plot_that_fails_costs_no_results(run, monkeypatch, caplog):
     assert len(history(folder)) == 2 and "plots: none" in caplog.text and "No space left on device" in caplog.text
 
 
+@pytest.mark.fault("a full disk costs no results of a training run")
 def test_a_checkpoint_that_fails_costs_no_results(run, monkeypatch, caplog):
     """torch reports a full disk as a RuntimeError."""
 
@@ -280,6 +282,7 @@ def test_seed_decides_a_run(run):
     assert_equal(parameters(first), parameters(again))
 
 
+@pytest.mark.fault("an interrupted training run goes on with equal losses")
 @pytest.mark.parametrize("scheduler", ["plateau", "cosine", "constant"])
 @pytest.mark.parametrize("model", ["gat", "gt_small"])
 def test_resume_after_an_interrupt_equals_an_unstopped_run(run, monkeypatch, model, scheduler):
@@ -503,6 +506,7 @@ def test_an_optimizer_of_the_user_makes_no_step_before_there_are_gradients(run):
     run("run", "trainer.epochs=1", f"optimizer._target_={__name__}.Scaled")
 
 
+@pytest.mark.fault("a checkpoint is damaged")
 def test_only_a_whole_checkpoint_is_resumed(run, tmp_path):
     _, folder = run("run", "trainer.epochs=1")
     last = (folder / "checkpoints" / "last.pt").read_bytes()
