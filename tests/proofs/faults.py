@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.proofs.outcomes import FAILED, PASSED, SKIPPED, TIME_IS_UP, Outcome, finish, options
+from tests.proofs.outcomes import FAILED, PASSED, SKIPPED, Outcome, finish, options
+from tests.proofs.reporter import Reporter
 
 TESTS = Path(__file__).parents[1]
 MARK = "mark.fault("
@@ -18,46 +19,6 @@ NEEDS = {"training": "hydra"}
 def files() -> list[Path]:
     """The files that have tests of faults."""
     return sorted(path for path in TESTS.rglob("test_*.py") if MARK in path.read_text())
-
-
-class Reporter:
-    """A plugin of pytest that makes rows of tests, and skips what is left when time is up."""
-
-    def __init__(self, end: float) -> None:
-        self.end = end
-        self.rows: dict[str, Outcome] = {}
-        self._names: dict[str, str] = {}
-
-    def pytest_collection_finish(self, session: pytest.Session) -> None:
-        for item in session.items:
-            self._names[item.nodeid] = item.get_closest_marker("fault").args[0]
-
-    @pytest.hookimpl(tryfirst=True)
-    def pytest_runtest_setup(self, item: pytest.Item) -> None:
-        if time.perf_counter() > self.end:
-            pytest.skip(TIME_IS_UP)
-
-    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        if report.passed and report.when != "call":
-            return
-        before = self.rows.get(report.nodeid)
-        if before is not None and before.outcome == FAILED:
-            return
-        reason = ""
-        if report.skipped:
-            reason = report.longrepr[2].removeprefix("Skipped: ") if isinstance(report.longrepr, tuple) else "xfail"
-        elif report.failed:
-            crash = getattr(report.longrepr, "reprcrash", None)
-            lines = str(crash.message if crash else report.longrepr).strip().splitlines()
-            reason = f"{report.nodeid}: {lines[0] if crash else lines[-1]}"
-        outcome = PASSED if report.passed else SKIPPED if report.skipped else FAILED
-        name = self._names.get(report.nodeid, report.nodeid)
-        self.rows[report.nodeid] = Outcome(name, outcome, reason, f"{report.duration:.1f}")
-
-    def pytest_collectreport(self, report: pytest.CollectReport) -> None:
-        if report.failed:
-            lines = str(report.longrepr).strip().splitlines()
-            self.rows[report.nodeid] = Outcome(report.nodeid, FAILED, lines[-1])
 
 
 def by_fault(rows: Iterable[Outcome]) -> list[Outcome]:

@@ -7,6 +7,7 @@ import pytest
 from tests.proofs import __main__ as command
 from tests.proofs import faults, outcomes
 from tests.proofs.outcomes import FAILED, PASSED, SKIPPED, TIME_IS_UP, Outcome
+from tests.proofs.reporter import Reporter
 
 
 def test_commands_are_listed(capsys):
@@ -62,7 +63,7 @@ def test_reporter_sees_failures_and_time(tmp_path):
     path.write_text(PLANTED)
     words = ["-q", "-p", "no:cacheprovider", "-m", "fault", "-W", "ignore", str(path)]
     for end, found in ((float("inf"), [PASSED, FAILED]), (0.0, [SKIPPED, SKIPPED])):
-        reporter = faults.Reporter(end)
+        reporter = Reporter(end)
         pytest.main(words, plugins=[reporter])
         rows = faults.by_fault(reporter.rows.values())
         assert [row.outcome for row in rows] == found
