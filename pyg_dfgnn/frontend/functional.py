@@ -170,13 +170,14 @@ def functionalise(graph: Graph) -> Effects:
     for key, of_storage in edits.items():
         # A view that is made after the last edit sees what every later reader sees.
         earlier = sharing[key][: sharing[key].index(of_storage[-1])]
-        bases = [node for node in earlier if node not in of_storage]
-        plain = [_plain(node) for node in of_storage]
-        if len(bases) != 1 or bases[0].op in ("placeholder", "get_attr") or None in plain:
+        chain = _chain([*earlier, of_storage[-1]], of_storage)
+        plain = dict(zip(of_storage, map(_plain, of_storage)))
+        if chain is None or None in plain.values():
             pinned.update((*earlier, of_storage[-1]))
             _read_after(of_storage[-1], earlier)
             continue
-        _replace(bases[0], dict(zip(of_storage, plain)))
+        for base, *of_base in chain:
+            _replace(base, {node: plain[node] for node in of_base})
     before: dict[Node, Node | None] = {}
     impure, last, context = set[Node](), None, ""
     for node in graph.nodes:
@@ -193,6 +194,31 @@ def functionalise(graph: Graph) -> Effects:
         if is_ordered or node in pinned or any(x in pinned for x in node.all_input_nodes):
             before[node], last = last, node
     return Effects(before, impure, pinned, context)
+
+
+def _chain(nodes: list[Node], edits: list[Node]) -> list[list[Node]] | None:
+    """Return the edits of each value that has some memory after that value; None where an edit shows in another value.
+
+    Args:
+        nodes: What has the memory, in order: a value, its edits, a view of the result, the edits of that.
+        edits: Those of them that edit.
+    """
+    if nodes[0].op in ("placeholder", "get_attr"):
+        return None
+    order = {node: place for place, node in enumerate(nodes[0].graph.nodes)}
+    chain: list[list[Node]] = []
+    for node in nodes:
+        if node not in edits:
+            chain.append([node])
+        elif chain and node.args[0] in chain[-1]:
+            chain[-1].append(node)
+        else:
+            return None
+    for place, values in enumerate(chain):
+        later = next((of_base[1] for of_base in chain[place + 1 :] if len(of_base) > 1), None)
+        if later is not None and any(order[user] > order[later] for value in values for user in value.users):
+            return None
+    return chain
 
 
 def _put(value: Tensor, index: Tensor, rows: Tensor) -> Tensor:

@@ -127,6 +127,41 @@ class ReducesByKeywords(Plain):
         return inputs.new_zeros(dim_size, CHANNELS).scatter_add_(dim=0, index=places, src=inputs)
 
 
+class EditOfAViewOfSums(Plain):
+    def forward(self, x, edge_index, e):
+        out = self.propagate(edge_index, x=x, e=e).view(-1, CHANNELS)
+        out += self.lin(x)
+        out.mul_(2)
+        return out
+
+
+class EditOfAViewThatTheSumsShow(Plain):
+    def forward(self, x, edge_index, e):
+        out = self.propagate(edge_index, x=x, e=e)
+        flat = out.view(-1)
+        flat += 1.0
+        return out * flat.view(-1, CHANNELS)
+
+
+class EditOfASumAfterItsView(Plain):
+    def forward(self, x, edge_index, e):
+        out = self.propagate(edge_index, x=x, e=e)
+        flat = out.view(-1)
+        out += self.lin(x)
+        return flat.view(-1, CHANNELS) * x
+
+
+class EditOfOnePart(Plain):
+    def forward(self, x, edge_index, e):
+        first, second = self.propagate(edge_index, x=x, e=e).chunk(2, dim=1)
+        return second * torch.cat([first, second], dim=1)[:, :2] + first.sum()
+
+    def aggregate(self, inputs, index, dim_size):
+        out = inputs.new_zeros(dim_size, CHANNELS).index_add_(0, index, inputs)
+        out[:, :1] += 1
+        return out
+
+
 LAYERS = [kind for kind in globals().values() if isinstance(kind, type) and issubclass(kind, Plain)]
 
 
@@ -148,6 +183,13 @@ def test_numbers_and_gradients_are_pygs(kind, captured):
         torch.testing.assert_close(results(layer, x, edge_index, e), results(own, x, edge_index, e))
     torch.testing.assert_close(layer.state_dict(), own.state_dict())
     assert captured
+
+
+@pytest.mark.parametrize(("kind", "fused"), [(EditOfAViewOfSums, 2), (EditOfAViewThatTheSumsShow, 0)])
+def test_sums_are_fused_where_an_edit_of_their_view_shows_in_nothing_else(kind, fused, captured):
+    layer = compile_layer(kind().double())
+    layer(torch.randn(NODES, CHANNELS).double(), torch.randint(0, NODES, (2, EDGES)), None)
+    assert [graph.counts[1] for graph in captured] == [fused]
 
 
 class Returned(Plain):
