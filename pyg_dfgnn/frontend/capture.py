@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 from collections import Counter
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -37,12 +38,16 @@ for _name in ("_dynamo.convert_frame", "_subclasses.fake_tensor"):
 class _Configured:
     """A callback of TorchDynamo that compiles by our settings; a warm call does not come here.
 
+    Args:
+        callback: TorchDynamo's own.
+        compiler: The backend, which knows the layer that is being called.
+
     Attributes:
         errors: How often the capture of a function has failed.
     """
 
-    def __init__(self, callback: Any) -> None:
-        self.callback = callback
+    def __init__(self, callback: Any, compiler: Compiler) -> None:
+        self.callback, self.compiler = callback, compiler
         self.errors: Counter[CodeType] = Counter()
         # By this name Dynamo finds the backend behind a callback, whose cache a call looks in.
         self._torchdynamo_orig_backend = callback
@@ -51,6 +56,7 @@ class _Configured:
         with ExitStack() as settings:
             settings.enter_context(torch._dynamo.config.patch(DYNAMO))
             settings.enter_context(shapes_config.patch(use_duck_shape=False))  # type: ignore[attr-defined]
+            settings.enter_context(torch.compiler.config.patch(dynamic_sources=self._dynamic_sources()))  # type: ignore[attr-defined]
             settings.enter_context(capturing())
             try:
                 return self.callback(frame, *args, **kwargs)
@@ -61,6 +67,14 @@ class _Configured:
                 self.errors[frame.f_code] += 1
                 _logger.info("no graph of %s (%s: %s)", frame.f_code.co_name, type(error).__name__, error)
                 return ConvertFrameReturn(apply_to_code=self.errors[frame.f_code] >= _MOST_ERRORS)
+
+    def _dynamic_sources(self) -> str:
+        """Return patterns of the buffers whose sizes may change: edges, if they are a buffer of the layer."""
+        layer = self.compiler.layer
+        names = [] if layer is None else [name for name, x in layer.named_buffers() if not x.is_floating_point()]
+        users = torch.compiler.config.dynamic_sources
+        patterns = {rf".*_buffers\['{re.escape(name.rpartition('.')[2])}'\]" for name in names}
+        return ",".join([*([users] if users else []), *sorted(patterns)])
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.callback, name)
@@ -78,6 +92,6 @@ def captured(function: Any, compiler: Compiler) -> Callable[..., Any]:
     own = FunctionType(code, function.__globals__, function.__name__, function.__defaults__, function.__closure__)
     own.__kwdefaults__ = function.__kwdefaults__
     context: Any = torch._dynamo.optimize(backend=compiler)
-    context.callback = _Configured(context.callback)
+    context.callback = _Configured(context.callback, compiler)
     compiled: Callable[..., Any] = context(own)
     return compiled

@@ -97,8 +97,8 @@ def _largest(graph: Graph, ends: dict[Node, Ends], own: Ends) -> frozenset[Any]:
     return frozenset(found)
 
 
-def _meshes(graph: Graph, ends: dict[Node, Ends]) -> dict[Node, Mesh]:
-    """Return the sizes of each graph some of whose edges are reduced."""
+def _meshes(graph: Graph, ends: dict[Node, Ends]) -> tuple[dict[Node, Mesh], list[str]]:
+    """Return the sizes of each graph some of whose edges are reduced, and why others have no program."""
     sizes: dict[tuple[Node, int], list[Any]] = {}
     reduced: dict[Node, list[int]] = {}
     for node in graph.nodes:
@@ -111,7 +111,7 @@ def _meshes(graph: Graph, ends: dict[Node, Ends]) -> dict[Node, Mesh]:
         if found is not None and isinstance(dim, int):
             like = value_of(node if _reduces(node, ends) else node.args[0])
             sizes.setdefault((found.edges, found.row), []).append(expression_of(like.shape[dim]))
-    meshes = {}
+    meshes, reasons = {}, list[str]()
     for edges, rows in reduced.items():
         target = max((1, 0), key=rows.count)
         every = [sizes.get((edges, row), sizes[edges, target]) for row in (0, 1)]
@@ -121,7 +121,10 @@ def _meshes(graph: Graph, ends: dict[Node, Ends]) -> dict[Node, Mesh]:
         count = expression_of(value_of(edges).shape[1])
         if not any(isinstance(size, int) for size in (count, *by_row)) and count not in by_row:
             meshes[edges] = Mesh(count, (by_row[0], by_row[1]), target, largest)
-    return meshes
+        elif count not in (0, 1):
+            fixed = next((size for size in (*by_row, count) if isinstance(size, int)), count)
+            reasons.append(f"{fixed} nodes or edges are fixed in the layer, as a number or a parameter of it")
+    return meshes, reasons
 
 
 class Partition:
@@ -153,7 +156,7 @@ class Partition:
             if node in self.effects.before or node in self.effects.impure:
                 node.meta["random" if name_of(node) == "dropout" else "effect"] = True
         self.ends = _find_ends(graph)
-        self.meshes = {} if self.effects.context else _meshes(graph, self.ends)
+        self.meshes, fixed = _meshes(graph, self.ends)
         derives &= not self.effects.context
         self.groups = derived_nodes(graph, self.effects, self.ends) if derives else []
         self.derived = set[Node]().union(*self.groups)
@@ -162,7 +165,9 @@ class Partition:
             node.meta["derived"] = True
         self.kept: dict[Draft, list[Node]] = {}
         self.outputs: dict[Draft, list[Node]] = {}
-        self.reasons: list[str] = [f"`{self.effects.context}` inside the graph"] if self.effects.context else []
+        self.reasons = fixed
+        if self.effects.context:
+            self.meshes, self.reasons = {}, [f"`{self.effects.context}` inside the graph"]
         for _ in range(_MOST_ROUNDS):
             self._place()
             self._keep()

@@ -87,6 +87,35 @@ def test_learnt_features_are_captured_for_any_number_of_nodes(captured):
     assert len(captured) == 1 and captured[0].regions
 
 
+class OwnEdges(Sum):
+    """Edges in a buffer, as layers on one mesh have them."""
+
+    def __init__(self, edge_index, table=None):
+        super().__init__()
+        self.register_buffer("mesh", edge_index)
+        self.table = table
+
+    def forward(self, x):
+        return self.propagate(self.mesh, x=x if self.table is None else x + self.table)
+
+
+def test_edges_in_a_buffer_are_captured_for_any_number_of_them(captured):
+    for nodes, edges in ((NODES, EDGES), (NODES + 5, EDGES + 9)):
+        layer = OwnEdges(torch.randint(nodes, (2, edges))).double()
+        own = copy.deepcopy(layer)
+        compile_layer(layer)
+        x = torch.randn(nodes, CHANNELS).double()
+        torch.testing.assert_close(layer(x), own(x))
+    assert [graph.counts for graph in captured] == [(2, 2)] * len(captured)
+
+
+def test_nodes_whose_number_is_fixed_are_named(edge_index, captured):
+    table = torch.nn.Parameter(torch.randn(NODES, CHANNELS).double())
+    compile_layer(OwnEdges(edge_index, table).double())(torch.randn(NODES, CHANNELS).double())
+    assert captured[0].counts == (2, 0)
+    assert captured[0].reasons == (f"{NODES} nodes or edges are fixed in the layer, as a number or a parameter of it",)
+
+
 @pytest.mark.parametrize("nodes, edges", [(5, 0), (1, 4), (5, 1), (1, 1)])
 def test_few_rows_are_right(nodes, edges):
     layer = compile_layer(NodeGatedGCN(CHANNELS).double())
