@@ -17,7 +17,7 @@ logger = logging.getLogger("pyg_dfgnn")
 logged: set[tuple[str, str]] = set()
 
 
-def say(message: str) -> None:
+def inform(message: str) -> None:
     """Log a line as INFO; where no logging is set up, print it to stderr, which the logging module would not do."""
     if logger.hasHandlers():
         logger.info(message)
@@ -25,11 +25,11 @@ def say(message: str) -> None:
         print(f"pyg_dfgnn: {message}", file=sys.stderr)
 
 
-def say_once(message: str) -> None:
-    """Log a line as :func:`say` does, but the same line only once in a process."""
+def inform_once(message: str) -> None:
+    """Log a line as :func:`inform` does, but the same line only once in a process."""
     if ("", message) not in logged:
         logged.add(("", message))
-        say(message)
+        inform(message)
 
 
 # Marked constant: torch.compile runs this function while it traces and leaves nothing of it in the graph.
@@ -38,7 +38,7 @@ def log_once(name: str, reasons: tuple[str, ...]) -> None:
     """Log each reason once per class; that tensors are on a CPU is one line for all classes."""
     for reason in reasons:
         if reason == NO_DEVICE:
-            say_once(ON_CPU)
+            inform_once(ON_CPU)
         elif (name, reason) not in logged:
             logged.add((name, reason))
             logger.warning("%s takes PyG's own path: %s", name, reason)

@@ -18,7 +18,7 @@ from pyg_dfgnn.graph import DeviceDataset, EdgeSet, Graph
 from pyg_dfgnn.ir import D, IndexSpace, R, S, relational, sum_to
 from pyg_dfgnn.ops import edge_attention
 from pyg_dfgnn.ops.function import runner_of
-from pyg_dfgnn.ops.relational import RowSet, apply, rows_of
+from pyg_dfgnn.ops.relational import RowSet, apply, index_space_of
 from pyg_dfgnn.settings import current, local_settings
 from pyg_dfgnn.statements import score as statements
 from pyg_dfgnn.statements.score import Score
@@ -81,7 +81,7 @@ HELD = {
     "settings to be entered": lambda: local_settings(fallback="silent"),
     "program": lambda: added.program(x=(3,)),
     "relational function": lambda: added,
-    "rows": lambda: rows_of(typed()),
+    "rows": lambda: index_space_of(typed()),
     "rows with types": lambda: IndexSpace(typed(), source_type=TYPE, target_type=TYPE, num_types=2),
     "RowSet": lambda: RowSet("edges", (EDGES,), (NUM_NODES, NUM_NODES)),
     "report": lambda: pyg_dfgnn.report(a_model()),

@@ -45,7 +45,7 @@ FAMILY = re.compile(r"relational|segment|gemm|attention(?![ _]weights)", re.IGNO
 CORES = (
     "pyg_dfgnn/dispatch/core*.py",
     "pyg_dfgnn/dispatch/store.py",
-    *(f"pyg_dfgnn/ops/{name}.py" for name in ("compile", "core", "eager", "function", "prepared", "tuning")),
+    *(f"pyg_dfgnn/ops/{name}.py" for name in ("core", "eager", "function", "host_codegen", "prepared", "tuning")),
     "pyg_dfgnn/nn/gate.py",
     "pyg_dfgnn/runtime/*.py",
     *(f"benchmarks/{name}.py" for name in ("case", "check", "experiment", "graphs", "prepare", "run", "tables")),

@@ -17,7 +17,7 @@ from pyg_dfgnn.nn.gate import FusedConv
 from pyg_dfgnn.nn.messages import Mark
 from pyg_dfgnn.nn.scripted import Scripted
 from pyg_dfgnn.ops import gemm
-from pyg_dfgnn.ops.compile import Text
+from pyg_dfgnn.ops.host_codegen import HostFunction
 from pyg_dfgnn.profiling import is_on
 from pyg_dfgnn.runtime import launcher
 from pyg_dfgnn.settings import Settings, current, local_settings, settings
@@ -230,7 +230,7 @@ def test_kernels_are_chosen_alike():
 
 def test_a_function_that_is_made_meanwhile_is_a_range_and_can_be_let_go():
     with local_settings(profile=True):
-        text = Text("made", False)
+        text = HostFunction("made", False)
         function = text.function(["x"], ["x + 1"], "here")
         assert names_of(partial(function, 1)) == ["pyg_dfgnn made here"]
         assert function(1) == (2,)

@@ -21,9 +21,9 @@ from pyg_dfgnn.capture.recorder import Recorder, Recording
 from pyg_dfgnn.capture.watch import Watch, data_watches, is_on_device, model_watches, optimizer_watches
 from pyg_dfgnn.distributed import Group
 from pyg_dfgnn.errors import UnsupportedError, check_device
-from pyg_dfgnn.fallback import say_once
+from pyg_dfgnn.fallback import inform_once
 from pyg_dfgnn.frontend.derived import edges_stay
-from pyg_dfgnn.nn.drop_ins import rows_of
+from pyg_dfgnn.nn.registry import layer_rows
 from pyg_dfgnn.settings import current, local_settings
 
 Loss = Callable[[Any, Any], Tensor]
@@ -396,7 +396,7 @@ def capture_step(
         if current().fallback == "error" and torch.cuda.is_available():
             raise UnsupportedError(["the model is on a CPU"], what="the captured step")
         if current().fallback != "silent":
-            say_once(ON_CPU)
+            inform_once(ON_CPU)
         data = data if isinstance(data, BaseData) else None
         return Step(model, loss, optimizer, data, forward=forward, group=group, mark=mark)
     return CapturedStep(model, loss, optimizer, data, forward=forward, group=group, recorder=recorder, mark=mark)
@@ -445,7 +445,7 @@ def _layer_of(model: nn.Module, error: BaseException) -> str:
         path, cause = [names[id(owner)] for owner in owners if id(owner) in names], cause.__context__
     if not path:
         return ""
-    why = "".join(f" ({row.why})" for _, row in rows_of(model) if row.name in path and row.why)
+    why = "".join(f" ({row.why})" for _, row in layer_rows(model) if row.name in path and row.why)
     return f"'{path[-1]}', a {type(model.get_submodule(path[-1])).__name__}{why}, in "
 
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 import pyg_dfgnn
 from pyg_dfgnn.command.layers import NO_GPU, Case, UserError, builtin_cases, loss_of, users_case
-from pyg_dfgnn.nn.drop_ins import copied
+from pyg_dfgnn.nn.registry import copied
 
 STEPS = 50
 _WARM_UP = 10

@@ -68,7 +68,7 @@ class Candidate(Protocol):
     other.
     """
 
-    hands_over: bool
+    passes_share_buffers: bool
     """Whether its pass over targets hands more than that to its pass over sources, so that they run together."""
     deterministic: bool
     """Whether its results are the same in every run."""
@@ -102,7 +102,7 @@ class Family:
         others: Schedules that run only where they are asked for by name.
         rules: Rules that the setting `schedule` may name beside "auto" and "autotune".
         unsupported: Returns every reason why no kernel can run a problem; empty when one can.
-        seen_by: Returns the problem as the passes of a direction see it, given what passes before them leave.
+        problem_for: Returns the problem as the passes of a direction see it, given what passes before them leave.
         given: Returns the problem as backward passes see it, given the flags of what the forward pass has left.
         before: Returns the time of other kernels that a planned pass needs before it, by what they compute.
     """
@@ -112,7 +112,7 @@ class Family:
     others: Mapping[str, Any]
     rules: Mapping[str, Rule]
     unsupported: Callable[[Any], list[str]]
-    seen_by: Callable[[Any, Graph, Sequence[str], Settings], Any] = lambda problem, *_: problem
+    problem_for: Callable[[Any, Graph, Sequence[str], Settings], Any] = lambda problem, *_: problem
     given: Callable[[Any, frozenset[str]], Any] = lambda problem, _: problem
     before: Callable[[Any, str, Graph, Any, Gpu], Mapping[str, float]] | None = None
 
@@ -278,7 +278,7 @@ def options(
         per_direction.append(offers)
     for name in names:
         reasons = list(dict.fromkeys(reason for offers in per_direction for reason in offers[name].reasons))
-        if reasons and family.by_name[name].hands_over:
+        if reasons and family.by_name[name].passes_share_buffers:
             for offers in per_direction:
                 offers[name] = Option(name, tuple(reasons))
     return per_direction
@@ -296,10 +296,10 @@ def _price(family: Family, name: str, problem: Any, direction: str, graph: Graph
 def cheapest(family: Family, per_direction: Sequence[Mapping[str, Option]]) -> list[Option]:
     """Return the fastest option of each pass, where schedules that hand over take all passes or none."""
     able = [[option for option in offers.values() if not option.reasons] for offers in per_direction]
-    free = [[option for option in each if not family.by_name[option.schedule].hands_over] for each in able]
+    free = [[option for option in each if not family.by_name[option.schedule].passes_share_buffers] for each in able]
     teams = [[_least(each, lambda option: option.seconds) for each in free]]
     for option in able[0]:
-        if family.by_name[option.schedule].hands_over:
+        if family.by_name[option.schedule].passes_share_buffers:
             teams.append([offers[option.schedule] for offers in per_direction])
     return _least(teams, lambda team: sum(option.seconds for option in team))
 
@@ -349,7 +349,7 @@ def choose(
     Raises:
         UnsupportedError: The schedule asked for cannot run, and the settings ask for an error then.
     """
-    problem = family.seen_by(problem, graph, directions, settings)
+    problem = family.problem_for(problem, graph, directions, settings)
     if not graph.is_measured:
         plain = family.by_name[family.fallback]
         plans = [plain.plan_pass(problem, direction, graph) for direction in directions]

@@ -261,7 +261,7 @@ def _cost(problem: SegmentProblem, direction: str, graph: Graph, plan: RowSplitP
 def _row_split(kind: type[RowSplitPlan]) -> SimpleNamespace:
     """Return the schedule whose plans are of a kind."""
     return SimpleNamespace(
-        hands_over=False,
+        passes_share_buffers=False,
         deterministic=True,
         refillable=True,
         reasons_against=lambda problem, direction, graph: [],
@@ -316,7 +316,7 @@ def _cusparse(algorithm: str) -> SimpleNamespace:
         return Cost({"like row_split": _CUSPARSE_TIME * rows.seconds})
 
     return SimpleNamespace(
-        hands_over=False,
+        passes_share_buffers=False,
         deterministic=algorithm == "csr_alg3",
         refillable=False,
         reasons_against=reasons_against,

@@ -120,7 +120,7 @@ def plan_of(problem: SegmentGemmProblem, num_rows: int, num_types: int) -> Segme
 
 def specs_of(problem: SegmentGemmProblem, plan: SegmentGemmPlan) -> list[Spec]:
     """Return what is compiled for a plan; no GPU is needed."""
-    stem = "outer" if problem.product == "outer" else "gemm"
+    stem = "outer" if problem.product == "outer" else "segment_gemm"
     return [Spec(f"relational/{stem}.cu", tuple(plan.constants.items()))]
 
 

@@ -13,7 +13,7 @@ from pyg_dfgnn.graph.made import Seen, graph_of
 from pyg_dfgnn.ir.program import SEED, Program
 from pyg_dfgnn.ops.core import draw_seed
 from pyg_dfgnn.ops.relational.backend import backend, is_small
-from pyg_dfgnn.ops.relational.program import rows_of
+from pyg_dfgnn.ops.relational.program import index_space_of
 from pyg_dfgnn.ops.visits import is_new, may_be_left
 
 _SMALL = (SMALL,)
@@ -94,7 +94,7 @@ class Region:
         graph = graph_of(self._seen, edges, num_src, num_dst, self.transposed, types)
         if graph is None:
             return self._by_torch(args, ("the edges are new in a capture",))
-        rows = rows_of(graph)
+        rows = index_space_of(graph)
         run = runs.find(self.program, rows, inputs, self.names)
         self.is_refused = not callable(run)
         if not callable(run):

@@ -12,7 +12,7 @@ from torch.fx import GraphModule
 
 from pyg_dfgnn.frontend.backend import compiled, watchers
 from pyg_dfgnn.frontend.run import Region
-from pyg_dfgnn.ir import lanes
+from pyg_dfgnn.ir import register_layout
 from pyg_dfgnn.ir.domains import D, E, One, R, S, U, V
 from pyg_dfgnn.ir.lowering import lower
 from pyg_dfgnn.ir.passes import Passes
@@ -67,7 +67,7 @@ def _reasons(region: Region) -> list[str]:
         steps = [lower(Passes().run(program, sizes), region.names)]
         gradients = ["d_" + name for name in program.features]
         steps.append(lower(selected(Passes().run(program, sizes, program.features), gradients), gradients))
-    except lanes.LoweringError as refusal:
+    except register_layout.LoweringError as refusal:
         return [str(refusal)]
     rows = {f"{buffer.name} : {buffer.domain}{list(buffer.shape)}": None for each in steps for buffer in each.edge_rows}
     return [f"rows of edges are mapped, which is left to Inductor ({', '.join(rows)})"] if rows else []

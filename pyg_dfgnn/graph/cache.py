@@ -9,7 +9,7 @@ from collections.abc import Callable, Hashable, Sequence
 from functools import partial
 from typing import Any, Generic, TypeVar
 
-from pyg_dfgnn.graph.derived import Anchored, Derived
+from pyg_dfgnn.graph.derived import Derived, WeakEntry
 
 Kept = TypeVar("Kept", bound=Derived)
 CacheKey = tuple[Hashable, ...]
@@ -28,7 +28,7 @@ class GraphCache(Generic[Kept]):
 
     def __init__(self, max_graphs: int) -> None:
         self.max_graphs = max_graphs
-        self.entries: dict[CacheKey, Anchored] = {}
+        self.entries: dict[CacheKey, WeakEntry] = {}
         self._lock = threading.Lock()
         # A child forked while another thread holds the lock would wait forever.
         if hasattr(os, "register_at_fork"):
@@ -46,7 +46,7 @@ class GraphCache(Generic[Kept]):
         """Keep `graph` while all anchors live, unless an edit of one would leave no trace."""
         if None in versions:
             return
-        entry = Anchored(graph, anchors, versions, partial(self._drop, key))
+        entry = WeakEntry(graph, anchors, versions, partial(self._drop, key))
         with self._lock:
             before = self.entries.pop(key, None)
             is_other = before is not None and before.value is not graph and before.is_of(anchors, versions)

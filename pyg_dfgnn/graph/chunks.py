@@ -72,7 +72,7 @@ class ColumnBlocks:
     chunks: list[Chunks | None]
 
 
-def rows_of(graph: Derived, side: Adjacency) -> Tensor:
+def row_index(graph: Derived, side: Adjacency) -> Tensor:
     """Return the row of each edge of an adjacency, int32 [E]."""
     return graph.derived(("rows", side.rows, side.cols), lambda: outside_capture(expand(side.rowptr, side.num_edges)))
 
@@ -115,7 +115,7 @@ def ascending(graph: Derived, side: Adjacency) -> tuple[Tensor, Tensor]:
         if order_of_columns(side.arrays)[0]:
             return side.col, side.perm
         # Sorted by column and then, stably, by row.
-        by_column = graph.peek(("adjacency", side.cols, side.rows))
+        by_column = graph.get(("adjacency", side.cols, side.rows))
         arrays = None if by_column is None else by_column.arrays
         if arrays is None or not order_of_columns(arrays)[0]:
             arrays = transpose(side.arrays, side.num_cols, False)

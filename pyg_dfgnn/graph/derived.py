@@ -20,7 +20,7 @@ def version_of(tensor: Tensor) -> int | None:
     return None if tensor.is_inference() else tensor._version
 
 
-class Anchored:
+class WeakEntry:
     """A value with what it was made from: weak references to its anchors and the versions that were read.
 
     Args:
@@ -54,7 +54,7 @@ def tensors_of(value: Any) -> Iterator[Tensor]:
     """Yield the tensors of a derived value: of tensors, containers and data classes, nested as they come."""
     if isinstance(value, Tensor):
         yield value
-    elif isinstance(value, Anchored):
+    elif isinstance(value, WeakEntry):
         yield from tensors_of(value.value)
     elif isinstance(value, (tuple, list)):
         for part in value:
@@ -82,7 +82,7 @@ class Derived:
     Attributes:
         device: Where the arrays live.
         pinned: Whether the cache must keep the container for as long as its anchors live (see :meth:`pin`).
-        peek: Returns the value under a key of :meth:`derived` that has no anchors of its own, None unless it was built.
+        get: Returns the value under a key of :meth:`derived` that has no anchors of its own, None unless it was built.
             It costs a call no Python frame, and leaves streams to :meth:`on_this_stream`.
     """
 
@@ -90,7 +90,7 @@ class Derived:
         self.device = device
         self.pinned = False
         self._derived: dict[Hashable, Any] = {}
-        self.peek = self._derived.get
+        self.get = self._derived.get
         # Raw handles of the streams that are known to the allocator; None on a CPU.
         self._streams: set[int] | None = None
         # What another stream has to wait for.
@@ -109,7 +109,7 @@ class Derived:
         versions = [version_of(anchor) for anchor in anchors]
         if self._streams is not None:
             self.on_this_stream()
-        if isinstance(value, Anchored):
+        if isinstance(value, WeakEntry):
             value = value.value if value.is_of(anchors, versions) else _MISSING
         if value is _MISSING:
             with torch.inference_mode(False), torch.no_grad():
@@ -119,7 +119,7 @@ class Derived:
                 # Before another thread finds the arrays, whose stream then waits until they are written.
                 self._reset_streams()
             if anchors:
-                self._derived[key] = Anchored(value, anchors, versions)
+                self._derived[key] = WeakEntry(value, anchors, versions)
             else:
                 # Two threads may build at once: both get what the first has kept.
                 value = self._derived.setdefault(key, value)

@@ -80,7 +80,7 @@ class UnmeasuredGraph(Graph):
         # Not through the constructor of `Graph`, which tells other streams when they may read the arrays.
         self.device, self.pinned, self._streams, self._made = edge_index.device, False, None, None
         self._derived: dict[Any, Any] = {}
-        self.peek = self._derived.get
+        self.get = self._derived.get
         self.num_src, self.num_dst, self.self_loops = num_src, num_dst, self_loops
         self.num_edges = edge_index.size(1) + (min(num_src, num_dst) if self_loops else 0)
         self.relation, self.num_relations = None, 0

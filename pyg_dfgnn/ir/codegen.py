@@ -13,11 +13,11 @@ from functools import lru_cache
 from math import prod
 
 from pyg_dfgnn.ir.domains import Domain, One, determines
-from pyg_dfgnn.ir.lanes import JOINS, ROWS, SHORT, LoweringError, find_lanes, stored_row
+from pyg_dfgnn.ir.kernel_steps import KernelStep
 from pyg_dfgnn.ir.patterns import statistic, weighted
 from pyg_dfgnn.ir.pointwise import POINTWISE
 from pyg_dfgnn.ir.program import REDUCTIONS
-from pyg_dfgnn.ir.steps import KernelStep
+from pyg_dfgnn.ir.register_layout import JOINS, ROWS, SHORT, LoweringError, infer_layout, stored_row
 
 MAX_PARAMETERS = 46
 """Arrays of a kernel beside those of the adjacency and its states."""
@@ -106,7 +106,7 @@ class _Scope:
 class _Generator:
     def __init__(self, step: KernelStep, exact: Collection[str]) -> None:
         self.step, self.values = step, step.program.values
-        self.lanes = find_lanes(step.program)
+        self.lanes = infer_layout(step.program)
         self.sums = {name for name, form in self.lanes.roots.items() if form.startswith(ROWS)}
         self.exact = self.sums | set(exact)
         self.reads, self.writes = step.reads, step.writes

@@ -8,10 +8,10 @@ import torch
 
 from pyg_dfgnn.ir.domains import D, Domain, E, One
 from pyg_dfgnn.ir.interpreter import EPSILON
-from pyg_dfgnn.ir.lanes import folds_last
-from pyg_dfgnn.ir.narrow import normalised
 from pyg_dfgnn.ir.pointwise import POINTWISE
-from pyg_dfgnn.ir.program import Builder, Program, Shape, Value, rewrite, through
+from pyg_dfgnn.ir.program import Builder, Program, Shape, Value, rewrite, skip_views
+from pyg_dfgnn.ir.register_layout import folds_last
+from pyg_dfgnn.ir.register_matmul import normalised
 from pyg_dfgnn.ir.simplify import common_subexpressions, remove_dead
 
 
@@ -48,10 +48,10 @@ def decompose(program: Program) -> Program:
             # Nothing is joined, and lanes that hold other rows would join their copies of the one number.
             number = args[0] if value.op == "largest" else builder.emit("mul", *args, domain=value.domain)
             return builder.emit("view", number, attrs=(value.shape,))
-        if value.op == "sum" and (mapped := through(program.values, value.args[0], "view", "neg")) in summed:
+        if value.op == "sum" and (mapped := skip_views(program.values, value.args[0], "view", "neg")) in summed:
             return _mapped_sum(builder, program, i, mapped, ids)
         if value.op == "sum":
-            folded = through(builder.values, args[0])
+            folded = skip_views(builder.values, args[0])
             if builder.values[folded].op == "fold" and not folds_last(builder.values, folded):
                 total = builder.emit("sum", builder.values[folded].args[0], attrs=value.attrs)
                 total = builder.emit("fold", total, attrs=(builder.values[folded].shape,))
@@ -78,7 +78,7 @@ def _only_summed(program: Program) -> set[int]:
     for i in live:
         if values[i].op not in ("view", "neg", "sum") or (values[i].op == "sum" and values[i].attrs[0] is One):
             others |= set(values[i].args)
-    return maps - {through(values, i, "view", "neg") for i in others}
+    return maps - {skip_views(values, i, "view", "neg") for i in others}
 
 
 def _mapped_sum(builder: Builder, program: Program, i: int, mapped: int, ids: dict[int, int]) -> int:
@@ -97,7 +97,7 @@ def _folded(builder: Builder, x: int, shape: Shape) -> int:
     value = builder.values[x]
     if prod(value.shape) == prod(shape):
         return builder.emit("view", x, attrs=(shape,))
-    product = builder.values[through(builder.values, x)]
+    product = builder.values[skip_views(builder.values, x)]
     if product.op == "linear" and value.shape == product.shape and len(product.shape) > 1:
         rows, weight = (builder.values[arg] for arg in product.args)
         size, columns = prod(rows.shape), weight.shape[-1]
@@ -125,9 +125,9 @@ def _scaled_softmax(program: Program, i: int) -> tuple[int, int, int, Shape] | N
         return None
     factors = values[value.args[0]].args
     for weight, vector in (factors, factors[::-1]):
-        scaled = values[through(values, weight)]
+        scaled = values[skip_views(values, weight)]
         for alpha, scale in (scaled.args, scaled.args[::-1]) if scaled.op == "mul" else ():
-            softmax = values[through(values, alpha)]
+            softmax = values[skip_views(values, alpha)]
             fits = values[alpha].shape == values[scale].shape == scaled.shape
             if fits and softmax.op == "softmax" and softmax.attrs == value.attrs:
                 return alpha, scale, vector, values[weight].shape

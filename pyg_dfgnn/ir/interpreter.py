@@ -11,9 +11,9 @@ from torch import Tensor
 
 from pyg_dfgnn.errors import check_device, check_dtype, check_shape, check_tensor
 from pyg_dfgnn.ir.domains import Domain, One
+from pyg_dfgnn.ir.index_space import IndexSpace
 from pyg_dfgnn.ir.pointwise import POINTWISE
 from pyg_dfgnn.ir.program import Program, Shape, Value
-from pyg_dfgnn.ir.rows import IndexSpace
 from pyg_dfgnn.reference.philox import dropout_factor
 
 EPSILON = 1e-16

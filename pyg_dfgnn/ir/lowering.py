@@ -25,13 +25,13 @@ from math import prod
 
 from pyg_dfgnn.ir.decompose import decompose
 from pyg_dfgnn.ir.domains import FEW, Domain, E, One, U, V, determines
-from pyg_dfgnn.ir.keeping import Keeping
-from pyg_dfgnn.ir.lanes import LoweringError, find_lanes, is_of_heads, lane_numbers
-from pyg_dfgnn.ir.narrow import MAX_OUTER, is_wide
+from pyg_dfgnn.ir.kernel_steps import Buffer, KernelStep, Lowered
+from pyg_dfgnn.ir.materialize import Materialization
 from pyg_dfgnn.ir.patterns import statistic, weighted
 from pyg_dfgnn.ir.pointwise import COMPARISONS
 from pyg_dfgnn.ir.program import Builder, Program
-from pyg_dfgnn.ir.steps import Buffer, KernelStep, Lowered
+from pyg_dfgnn.ir.register_layout import LoweringError, infer_layout, is_of_heads, lane_numbers
+from pyg_dfgnn.ir.register_matmul import MAX_OUTER, is_wide
 from pyg_dfgnn.ir.unroll import unrolled
 
 MAX_SUMS = 56
@@ -76,7 +76,7 @@ class _Draft:
         self.kind, self.domain, self.over, self.targets = kind, domain, over, set(targets)
 
 
-class _Lowering(Keeping):
+class _Lowering(Materialization):
     """The steps of a program while they are found."""
 
     # In which order ------------------------------------------------------------------------------------------------
@@ -180,7 +180,7 @@ class _Lowering(Keeping):
         return groups
 
     def _find_lanes(self, targets: set[int]) -> None:
-        find_lanes(self._piece(targets)[0])
+        infer_layout(self._piece(targets)[0])
 
     def _fits(self, targets: set[int]) -> bool:
         if sum(prod(self.values[i].shape) for i in targets & self.products.outer) > MAX_OUTER:

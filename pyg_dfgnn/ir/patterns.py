@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from pyg_dfgnn.ir.program import Value, through
+from pyg_dfgnn.ir.program import Value, skip_views
 
 
 class Statistic(NamedTuple):
@@ -57,7 +57,7 @@ def weighted(values: Sequence[Value], i: int) -> Weighted | None:
         return None
     factors = values[value.args[0]].args
     for place, vector in enumerate(factors):
-        alpha = through(values, factors[1 - place])
+        alpha = skip_views(values, factors[1 - place])
         parts = _softmax(values, alpha)
         if parts is not None and values[parts[1]].attrs == value.attrs:
             return Weighted(*parts, alpha, place, vector)

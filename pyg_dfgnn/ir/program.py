@@ -141,7 +141,7 @@ class Program:
         return "\n".join([*lines, "  return " + ", ".join(f"{name}=%{i}" for name, i in self.outputs)])
 
 
-def through(values: Sequence[Value], i: int, *ops: str) -> int:
+def skip_views(values: Sequence[Value], i: int, *ops: str) -> int:
     """Return the value that some operators of one operand, views unless others are named, are applied to."""
     while values[i].op in (ops or ("view",)):
         i = values[i].args[0]

@@ -12,9 +12,9 @@ from collections.abc import Iterator
 from math import prod
 
 from pyg_dfgnn.ir.domains import FEW, E, One
-from pyg_dfgnn.ir.lanes import MAX_SHORT, lane_numbers, stored_row
 from pyg_dfgnn.ir.pointwise import POINTWISE
-from pyg_dfgnn.ir.program import Builder, Program, Shape, Value, rewrite, through
+from pyg_dfgnn.ir.program import Builder, Program, Shape, Value, rewrite, skip_views
+from pyg_dfgnn.ir.register_layout import MAX_SHORT, lane_numbers, stored_row
 from pyg_dfgnn.ir.simplify import common_subexpressions, remove_dead
 
 _KEEPING = ("view", "gather", "expand", "fold")
@@ -41,7 +41,7 @@ def _trimmed(program: Program) -> Program:
 
     def rule(builder: Builder, i: int, value: Value, ids: dict[int, int]) -> int | None:
         if value.op == "view":
-            return builder.emit("view", through(builder.values, ids[value.args[0]]), attrs=value.attrs)
+            return builder.emit("view", skip_views(builder.values, ids[value.args[0]]), attrs=value.attrs)
         if value.op not in POINTWISE or value.domain is not E or value.shape[-1:] != (1,):
             return None
         ones = 1
@@ -50,7 +50,7 @@ def _trimmed(program: Program) -> Program:
         parts = []
         for arg in value.args:
             shape = program.values[arg].shape
-            bare = through(builder.values, ids[arg])
+            bare = skip_views(builder.values, ids[arg])
             parts.append(builder.emit("view", bare, attrs=(shape[:-ones],)) if shape else ids[arg])
         trimmed = builder.emit(value.op, *parts, attrs=value.attrs, domain=E)
         return builder.emit("view", trimmed, attrs=(value.shape,))
@@ -161,7 +161,7 @@ class _Unrolled:
         if domain is One:
             matrix = builder.emit("view", whole, attrs=((others, self.size),))
             return _stored(builder, builder.emit("permute", matrix, attrs=((1, 0),)), k, shape[:-1])
-        stored = stored_row(builder.values, through(builder.values, whole))
+        stored = stored_row(builder.values, skip_views(builder.values, whole))
         if stored is not None:
             # One of stored rows, of which one number is asked for: the numbers of all rows become rows.
             rows, number = stored
@@ -178,6 +178,6 @@ class _Unrolled:
 
 
 def _stored(builder: Builder, rows: int, k: int, shape: Shape) -> int:
-    """Write row k of stored rows as a value of edges, as :func:`~pyg_dfgnn.ir.lanes.stored_row` finds it."""
+    """Write row k of stored rows as a value of edges, as :func:`~pyg_dfgnn.ir.register_layout.stored_row` finds it."""
     turned = builder.emit("permute", rows, attrs=((1, 0),))
     return builder.emit("view", builder.emit("slice", turned, attrs=(k, k + 1), domain=E), attrs=(shape,))

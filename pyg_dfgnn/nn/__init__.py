@@ -51,8 +51,8 @@ from pyg_dfgnn.nn.conv import (
     TransformerConv,
 )
 from pyg_dfgnn.nn.dense import HeteroDictLinear, HeteroLinear
-from pyg_dfgnn.nn.drop_ins import DROP_INS
 from pyg_dfgnn.nn.pool import global_add_pool, global_max_pool, global_mean_pool
+from pyg_dfgnn.nn.registry import DROP_INS
 
 __all__ = [
     "DROP_INS",

@@ -13,22 +13,22 @@ from torch.nn.utils.parametrize import is_parametrized
 from torch_geometric.nn import MessagePassing
 from torch_geometric.nn.to_hetero_module import ToHeteroLinear
 
-from pyg_dfgnn.fallback import say
+from pyg_dfgnn.fallback import inform
 from pyg_dfgnn.nn.conv.to_hetero import join_relations, split_relations
-from pyg_dfgnn.nn.drop_ins import (
+from pyg_dfgnn.nn.messages import Mark, describe, standing
+from pyg_dfgnn.nn.owned import OfLayers
+from pyg_dfgnn.nn.registry import (
     CONTAINERS,
     MARK,
     Description,
     LayerReport,
     copied,
     drop_ins,
-    rows_of,
+    layer_rows,
     set_propagate,
     shown,
     upstream_of,
 )
-from pyg_dfgnn.nn.messages import Mark, describe, standing
-from pyg_dfgnn.nn.owned import OfLayers
 from pyg_dfgnn.settings import current, local_settings
 
 Model = TypeVar("Model", bound=torch.nn.Module)
@@ -111,7 +111,7 @@ def accelerate(model: Model, *, only: LayerChoice = None, skip: LayerChoice = No
         left = _counted(row.kind for _, row in rows if row.state == "left")
         kinds = [row.kind for module, row in rows if module in marked and row.compiled]
         compiling = f"compiled: {_counted(kinds)}; " if kinds else ""
-        say(f"accelerate: new drop-ins: {new}; {compiling}left: {left}; pyg_dfgnn.report(model) says why")
+        inform(f"accelerate: new drop-ins: {new}; {compiling}left: {left}; pyg_dfgnn.report(model) says why")
     return model
 
 
@@ -134,8 +134,8 @@ def _is_in(choices: tuple[type | str, ...], name: str, module: torch.nn.Module) 
 
 def _rows(model: torch.nn.Module) -> Iterator[tuple[Any, LayerReport]]:
     """Yield the layers of a model; one whose messages are not compiled says why."""
-    for module, row in rows_of(model):
-        left_out = _left_out.peek(module)
+    for module, row in layer_rows(model):
+        left_out = _left_out.get(module)
         if row.compiled:
             is_program, reasons = standing(module)
             row = row._replace(compiled=is_program, why="; ".join(reasons))

@@ -9,10 +9,10 @@ from typing import Any, NamedTuple
 import torch
 
 from pyg_dfgnn.errors import check_type
-from pyg_dfgnn.nn.drop_ins import rows_of
 from pyg_dfgnn.nn.gate import FusedConv
 from pyg_dfgnn.nn.messages import Mark
 from pyg_dfgnn.nn.owned import OfLayers
+from pyg_dfgnn.nn.registry import layer_rows
 from pyg_dfgnn.nn.scripted import Scripted
 from pyg_dfgnn.ops import gemm
 from pyg_dfgnn.profiling import at_start, labelled, swap, thread
@@ -91,7 +91,7 @@ def stats(model: torch.nn.Module | None = None) -> Stats:
         with _lock:
             return Stats(Calls("", kind, *counts) for kind, counts in sorted(_of_kind.items()))
     check_type("model", model, torch.nn.Module, "a torch.nn.Module")
-    counted = ((row, _of_layer.peek(layer)) for layer, row in rows_of(model))
+    counted = ((row, _of_layer.get(layer)) for layer, row in layer_rows(model))
     return Stats(Calls(row.name, row.kind, *counts) for row, counts in counted if counts is not None)
 
 

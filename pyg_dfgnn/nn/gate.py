@@ -22,8 +22,9 @@ from pyg_dfgnn.dispatch.core import fused_device_types
 from pyg_dfgnn.errors import UnsupportedError
 from pyg_dfgnn.fallback import NO_DEVICE, SMALL, report_fallback
 from pyg_dfgnn.graph import EdgeSet, Graph
-from pyg_dfgnn.nn import edges
-from pyg_dfgnn.nn.drop_ins import Description, set_propagate, shown, upstream_of
+from pyg_dfgnn.nn import conv_call
+from pyg_dfgnn.nn.conv_call import ConvCall
+from pyg_dfgnn.nn.registry import Description, set_propagate, shown, upstream_of
 from pyg_dfgnn.nn.scripted import Scripted
 from pyg_dfgnn.ops.eager import PLAIN, is_eager
 from pyg_dfgnn.ops.graph import may_run_again, unmeasured_graph
@@ -82,7 +83,7 @@ def storage_dtype(x: Tensor) -> torch.dtype:
     return dtype
 
 
-def settle(out: Tensor, dtype: torch.dtype, mean_of_heads: bool) -> Tensor:
+def finalize_dtype(out: Tensor, dtype: torch.dtype, mean_of_heads: bool) -> Tensor:
     """Return what an op left, `[N, ...]`, in at least `dtype`; with `mean_of_heads` averaged over dimension 1."""
     if out.dtype is not dtype:
         out = out.to(torch.promote_types(out.dtype, dtype))
@@ -333,12 +334,12 @@ class FusedConv(Scripted, MessagePassing):
     _scaler: type | None = None
     """PyG's class of a module around the aggregation that the fused path stands for too."""
     _problem_type: Callable[..., Any]
-    """Makes the problem of the family of kernels from what `_question` returns, then the dtype, the device, whether
-    there are edge features and whether dropout is active."""
+    """Makes the problem of the family of kernels from `_problem_fields`, then the dtype, the device, whether there are
+    edge features and whether dropout is active."""
     _reasons_against: Callable[[Any], Sequence[str]]
     """Returns every reason why no kernel of the family can run a problem; empty when one can."""
 
-    def _question(self, x: Tensor | None = None) -> tuple[Any, ...]:
+    def _problem_fields(self, x: Tensor | None = None) -> tuple[Any, ...]:
         """Return the first fields of the problem for features `x`; None where only the module is known."""
         raise NotImplementedError
 
@@ -349,7 +350,7 @@ class FusedConv(Scripted, MessagePassing):
     def _standing_reasons(self) -> list[str]:
         """Return what is against the fused forward whatever the call; without features, by a parameter's dtype."""
         tensor = next((t for t in (*self.parameters(), *self.buffers()) if t.is_floating_point()), torch.empty(0))
-        problem = self._problem_type(*self._question(), tensor.dtype, tensor.device, False, False)
+        problem = self._problem_type(*self._problem_fields(), tensor.dtype, tensor.device, False, False)
         return [*module_reasons(self, False), *self._reasons_against(problem)]
 
     def _describe(self, device: torch.device | None, *args: Any, **kwargs: Any) -> Description:
@@ -376,11 +377,11 @@ class FusedConv(Scripted, MessagePassing):
         sizes = f"{graph.num_src} sources, {graph.num_dst} targets, {graph.num_edges} edges"
         return Description(shown(self), (), problem, plan, sizes, graph.describe_bytes())
 
-    def _as_run(self, problem: Any, call: edges.ConvCall, *args: Any, **kwargs: Any) -> tuple[Any, edges.ConvCall]:
+    def _as_run(self, problem: Any, call: ConvCall, *args: Any, **kwargs: Any) -> tuple[Any, ConvCall]:
         """Return the problem and the call of a description as the forward takes them on these edges."""
         return problem, call
 
-    def _planned(self, problem: Any, call: edges.ConvCall, *args: Any, **kwargs: Any) -> tuple[Graph, Any]:
+    def _planned(self, problem: Any, call: ConvCall, *args: Any, **kwargs: Any) -> tuple[Graph, Any]:
         """Return the graph of a call without reasons, and what :meth:`_plan` says of it.
 
         Raises:
@@ -391,7 +392,7 @@ class FusedConv(Scripted, MessagePassing):
         assert isinstance(graph, Graph)
         return graph, self._plan(problem, graph)
 
-    def _call(self, *args: Any, **kwargs: Any) -> edges.ConvCall:
+    def _call(self, *args: Any, **kwargs: Any) -> ConvCall:
         """Return the gate's view of a forward call with these arguments."""
         raise NotImplementedError
 
@@ -415,11 +416,11 @@ class FusedConv(Scripted, MessagePassing):
         weights: bool = False,
         one_way: bool = False,
         reasons: Sequence[str] = (),
-    ) -> edges.ConvCall:
+    ) -> ConvCall:
         """Collect every reason to leave this call to PyG.
 
         Args:
-            question: What `_question` returns.
+            question: What `_problem_fields` returns.
             nodes: Features `[N, F]` of the nodes that row 0 and row 1 of `edge_index` point to.
             edge_index: Any form that PyG takes, or a `Graph`.
             edge_attr: `[E, edge_dim]`.
@@ -440,20 +441,20 @@ class FusedConv(Scripted, MessagePassing):
         """
         compiling = torch.compiler.is_compiling()
         is_plain = type(edge_index) is Tensor and edge_index.layout is torch.strided
-        form = "tensor" if is_plain else edges.form_of(edge_index)
+        form = "tensor" if is_plain else conv_call.form_of(edge_index)
         first, second = nodes
         x = first if first is not None else second
         if not _is_matrix(x) or not (second is x or second is None or _is_matrix(second)):
-            return edges.ConvCall([*reasons, NO_MATRIX], (), edge_index, form)
+            return ConvCall([*reasons, NO_MATRIX], (), edge_index, form)
         assert x is not None
         if is_plain and not compiling and lacks_kernels(x):
-            return edges.ConvCall([NO_DEVICE], (), edge_index, form)
+            return ConvCall([NO_DEVICE], (), edge_index, form)
         against = [*reasons, *module_reasons(self, compiling)]
         if form == "PartitionedGraph":
             raise TypeError(f"'edge_index' needs a model that pyg_dfgnn.distributed.wrap has returned (got a {form})")
-        if form not in edges.FORMS:
+        if form not in conv_call.FORMS:
             against.append(f"edge_index is a {form}")
-            return edges.ConvCall(against, (), edge_index, form)
+            return ConvCall(against, (), edge_index, form)
         if not compiling and isinstance(x, FakeTensor):
             against.append("x is a FakeTensor")
         device, flow = x.device, self.flow
@@ -461,11 +462,11 @@ class FusedConv(Scripted, MessagePassing):
 
         sizes = [None if first is None else first.size(0), None if second is None else second.size(0)]
         if size is not None and not compiling:
-            size = edges.as_sizes(size)
+            size = conv_call.as_sizes(size)
         if form == "Graph":
-            edges.check_sizes(edge_index, flow, sizes, size)
+            conv_call.check_sizes(edge_index, flow, sizes, size)
         if form != "tensor":
-            size = edges.declared_sizes(edge_index, form, flow)
+            size = conv_call.declared_sizes(edge_index, form, flow)
         if size is not None:
             for dim in (0, 1):
                 if sizes[dim] is None:
@@ -484,7 +485,7 @@ class FusedConv(Scripted, MessagePassing):
 
         if form in ("torch.sparse", "SparseTensor") and lin_edge is not None:
             if edge_attr is None:
-                edge_attr = edges.adjacency_features(edge_index)
+                edge_attr = conv_call.adjacency_features(edge_index)
             elif self_loops:
                 against.append("edge_attr and self-loops with a sparse adjacency")
             if self_loops and form == "SparseTensor":
@@ -497,7 +498,7 @@ class FusedConv(Scripted, MessagePassing):
         edge_attr = None if lin_edge is None else edge_attr
         if edge_attr is not None:
             rows = edge_attr.size(0) if edge_attr.dim() else 0
-            if edge_attr.dim() > 2 or rows == 1 != edges.num_edges(edge_index):
+            if edge_attr.dim() > 2 or rows == 1 != conv_call.num_edges(edge_index):
                 against.append("edge_attr is to be broadcast")
         drops = False
         # A branch: with dynamic=True, torch.compile has no value for what a comparison of floats gives.
@@ -506,9 +507,7 @@ class FusedConv(Scripted, MessagePassing):
         problem = *question, self._storage_dtype(x), device, edge_attr is not None, drops
         # Not through `reasons_on_device`: each function that a call enters costs the host.
         against += kernel_reasons(type(self), *problem) if device.type in fused_device_types else (NO_DEVICE,)
-        return edges.ConvCall(
-            against, problem, edge_index, form, edge_attr, num_src or 0, num_dst or 0, self_loops, weights
-        )
+        return ConvCall(against, problem, edge_index, form, edge_attr, num_src or 0, num_dst or 0, self_loops, weights)
 
     def _compile_reasons(
         self, tensors: Sequence[Tensor | None], form: str, self_loops: bool, has_edge_attr: bool, weights: bool
@@ -529,7 +528,7 @@ class FusedConv(Scripted, MessagePassing):
     _storage_dtype: Callable[[Tensor], torch.dtype] = staticmethod(storage_dtype)
     """Returns the dtype of the node features behind the linear layers."""
 
-    def _fall_back(self, call: edges.ConvCall, x: Any, *args: Any, before: Sequence[Any] = (), **kwargs: Any) -> Any:
+    def _fall_back(self, call: ConvCall, x: Any, *args: Any, before: Sequence[Any] = (), **kwargs: Any) -> Any:
         """Report the reasons of a call and return what PyG's forward makes of it.
 
         Args:
@@ -546,25 +545,25 @@ class FusedConv(Scripted, MessagePassing):
         if call.form == "Graph":
             if "size" in kwargs and not isinstance(x, Tensor):
                 # PyG cannot tell from a tensor of edges how many nodes there are on a side without features.
-                kwargs["size"] = edges.declared_sizes(edge_index, "Graph", self.flow)
-            edge_index = edges.edges_in_flow(edge_index, self.flow)
+                kwargs["size"] = conv_call.declared_sizes(edge_index, "Graph", self.flow)
+            edge_index = conv_call.edges_in_flow(edge_index, self.flow)
         return super().forward(x, *before, edge_index, *args, **kwargs)
 
     def _edges(
         self,
-        call: edges.ConvCall,
+        call: ConvCall,
         fill_value: float | Tensor | str | None = None,
         edge_dim: int | None = None,
         measured: bool = False,
     ) -> tuple[Graph | EdgeSet, Tensor | None, Any]:
-        """Return the edges of a call without reasons for the fused ops; see :func:`pyg_dfgnn.nn.edges.resolve`.
+        """Return the edges of a call without reasons for the fused ops; see :func:`pyg_dfgnn.nn.conv_call.resolve`.
 
         With `measured` the graph is one whose every fact can be asked for.
         """
         is_plain = call.form == "tensor" and call.edge_attr is None and not call.weights
         if not is_plain or torch.compiler.is_compiling():
             new = None if measured else self._new_edges(call)
-            return edges.resolve(call, self.flow, fill_value, edge_dim, new)
+            return conv_call.resolve(call, self.flow, fill_value, edge_dim, new)
         edge_index = call.edge_index
         key = edge_index, call.num_src, call.num_dst, call.self_loops, self.flow != "source_to_target"
         graph = Graph.known(*key)
@@ -573,7 +572,7 @@ class FusedConv(Scripted, MessagePassing):
             graph = Graph.resolve(*key) if new is None else new
         return graph, None, edge_index
 
-    def _new_edges(self, call: edges.ConvCall) -> Graph | None:
+    def _new_edges(self, call: ConvCall) -> Graph | None:
         """Return the graph of edges that are too new to be measured; None where they are not, or where it cannot do."""
         if call.form != "tensor" or call.weights or torch.compiler.is_compiling():
             return None

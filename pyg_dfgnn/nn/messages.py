@@ -24,13 +24,13 @@ from pyg_dfgnn.fallback import NO_DEVICE, SMALL, report_fallback
 from pyg_dfgnn.frontend import Compiler, Region, captured
 from pyg_dfgnn.graph import Graph
 from pyg_dfgnn.ir.domains import E
-from pyg_dfgnn.ir.lanes import LoweringError
+from pyg_dfgnn.ir.index_space import IndexSpace
 from pyg_dfgnn.ir.lowering import Lowered, lower
 from pyg_dfgnn.ir.program import Program
-from pyg_dfgnn.ir.rows import IndexSpace
-from pyg_dfgnn.nn.drop_ins import MARK, Description, copied, shown
-from pyg_dfgnn.nn.edges import edges_in_flow
+from pyg_dfgnn.ir.register_layout import LoweringError
+from pyg_dfgnn.nn.conv_call import edges_in_flow
 from pyg_dfgnn.nn.gate import hooks_of
+from pyg_dfgnn.nn.registry import MARK, Description, copied, shown
 from pyg_dfgnn.ops.eager import intercepts_functions, is_eager
 from pyg_dfgnn.ops.relational.backend import (
     INTERPRETER,

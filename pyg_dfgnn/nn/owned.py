@@ -22,7 +22,7 @@ class OfLayers(Generic[T]):
         self._make = make
         self._kept: dict[int, tuple[weakref.ref[torch.nn.Module], T]] = {}
 
-    def peek(self, layer: torch.nn.Module) -> T | None:
+    def get(self, layer: torch.nn.Module) -> T | None:
         """Return what is kept for a layer; None if nothing is."""
         known = self._kept.get(id(layer))
         return known[1] if known is not None and known[0]() is layer else None

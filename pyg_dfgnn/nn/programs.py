@@ -9,11 +9,11 @@ from torch import Tensor
 from pyg_dfgnn.dispatch.traversal import storage_reasons
 from pyg_dfgnn.errors import UnsupportedError
 from pyg_dfgnn.ir import Domain, IndexSpace, One
-from pyg_dfgnn.ir.lanes import LoweringError
 from pyg_dfgnn.ir.layers import Layer, layer_of
 from pyg_dfgnn.ir.lowering import lower
 from pyg_dfgnn.ir.passes import Passes
-from pyg_dfgnn.nn.gate import promoted_dtype, settle
+from pyg_dfgnn.ir.register_layout import LoweringError
+from pyg_dfgnn.nn.gate import finalize_dtype, promoted_dtype
 from pyg_dfgnn.ops.relational import RowSet, apply, apply_traced
 
 
@@ -52,7 +52,7 @@ def run(
     else:
         results, device = apply(layer_of(layer), rows, inputs, outputs), rows.device
     dtype = promoted_dtype(dtype, dtype, device.type == "cuda")
-    return {name: settle(x, dtype, False) for name, x in results.items()}
+    return {name: finalize_dtype(x, dtype, False) for name, x in results.items()}
 
 
 def moved(

@@ -6,7 +6,7 @@ from typing import Any, TypeVar
 from torch import nn
 
 from pyg_dfgnn.fallback import report_fallback
-from pyg_dfgnn.nn.drop_ins import upstream_of
+from pyg_dfgnn.nn.registry import upstream_of
 
 F = TypeVar("F", bound=Callable[..., Any])
 

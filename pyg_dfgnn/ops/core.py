@@ -17,7 +17,6 @@ from pyg_dfgnn.dispatch.core import Family
 from pyg_dfgnn.errors import check_device, check_dtype, check_range, check_shape, check_tensor
 from pyg_dfgnn.graph import EdgeSet, Graph
 from pyg_dfgnn.graph.forms import check_edge_index
-from pyg_dfgnn.ops.compile import CallShape, count_of
 from pyg_dfgnn.ops.eager import is_eager, is_plain, needs_grad
 from pyg_dfgnn.ops.function import (
     INFER,
@@ -34,6 +33,7 @@ from pyg_dfgnn.ops.function import (
     wide,
 )
 from pyg_dfgnn.ops.graph import may_run_again, unmeasured_graph
+from pyg_dfgnn.ops.host_codegen import CallShape, count_of
 from pyg_dfgnn.ops.prepared import PreparedOp, PreparedPass, plans_of, present_of, recall, remember
 from pyg_dfgnn.reference.philox import dropout_factor
 from pyg_dfgnn.settings import Settings, current
@@ -66,7 +66,7 @@ class Op:
         family: Which kernels there are.
         problem: Makes the problem of a call from (inputs by name, numbers by name, heads, channels).
         prepare: Makes a :class:`PreparedPass` from (problem, direction, plan, graph, flags).
-        derive: Makes the function that computes a derived argument from its source, of (derived, problem).
+        derive: Makes the function that computes a precomputed argument from its source, of (precomputed, problem).
         optional: Returns the flags of values that the forward pass of a problem leaves beyond those that it must, from
             (problem, graph, settings); with no graph, those that it may be asked to leave while torch.compile traces.
         again: Returns, of (:class:`~pyg_dfgnn.ops.function.OpCall`, inputs by name, gradients of the outputs), the
@@ -100,7 +100,7 @@ class Op:
             channels,
             getattr(problem, "edge_channels", 0),
             present,
-            lambda derived: self.derive(derived, problem),  # type: ignore[misc]
+            lambda precomputed: self.derive(precomputed, problem),  # type: ignore[misc]
         )
 
     @cached_property

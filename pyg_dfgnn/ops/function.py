@@ -11,8 +11,8 @@ from torch import Tensor
 from torch.autograd import Function
 
 from pyg_dfgnn.graph import Graph
-from pyg_dfgnn.ops.compile import count_of
 from pyg_dfgnn.ops.eager import apply_of, differentiable, differentiated, tell_of_torch
+from pyg_dfgnn.ops.host_codegen import count_of
 
 
 class OpCall(NamedTuple):

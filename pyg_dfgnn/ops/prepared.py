@@ -9,8 +9,8 @@ from pyg_dfgnn.dispatch import core as dispatch
 from pyg_dfgnn.dispatch.core import FORWARD, fused_device_types
 from pyg_dfgnn.graph import Graph
 from pyg_dfgnn.ops import tuning
-from pyg_dfgnn.ops.compile import compile_group
 from pyg_dfgnn.ops.function import INFER, TRAIN
+from pyg_dfgnn.ops.host_codegen import compile_group
 from pyg_dfgnn.runtime.launcher import compiled_together
 from pyg_dfgnn.settings import current
 from pyg_dfgnn.statements.op import Statement
@@ -227,7 +227,7 @@ def recall(graph: Any, signature: Any) -> Any:
         return None
     try:
         if graph.is_measured:
-            plans = graph.peek("plans")
+            plans = graph.get("plans")
             if plans is None:
                 return None
             prepared = plans.get(signature)

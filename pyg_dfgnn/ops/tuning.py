@@ -12,7 +12,7 @@ from torch import Tensor
 from pyg_dfgnn.dispatch import store
 from pyg_dfgnn.dispatch.core import FORWARD, Option, options
 from pyg_dfgnn.graph import Graph
-from pyg_dfgnn.ops.compile import CallShape, compile_group
+from pyg_dfgnn.ops.host_codegen import CallShape, compile_group
 from pyg_dfgnn.runtime import launcher
 from pyg_dfgnn.settings import Settings
 from pyg_dfgnn.statements.op import FEATURES, TensorSpec
@@ -144,7 +144,7 @@ def tune(
     op: Any, problem: Any, graph: Graph, shape: CallShape, directions: tuple[str, ...], settings: Settings
 ) -> None:
     """Time every candidate that can run a group of passes, unless that is remembered or impossible now."""
-    seen = op.family.seen_by(problem, graph, directions, settings)
+    seen = op.family.problem_for(problem, graph, directions, settings)
     offers = options(op.family, seen, graph, directions, settings)
     key = store.key_of(op.family, seen, graph, directions, offers)
     if key is None or store.recall(key) is not None or not can_time(graph.device):

@@ -80,11 +80,11 @@ def statement_of(
     ]
     norms = score.node_scalars == "inverse_norm"
     inputs = [value for value in inputs if not (norms and value.name.endswith("_scalars"))]
-    derived: tuple[Precomputed, ...] = ()
+    precomputed: tuple[Precomputed, ...] = ()
     if norms:
-        derived = (
+        precomputed = (
             Precomputed(TensorSpec("source_scalars", "sources", ("H",), "float32"), "value"),
-            Precomputed(TensorSpec("target_scalars", "targets", ("H",), "float32"), "target", twin="source_scalars"),
+            Precomputed(TensorSpec("target_scalars", "targets", ("H",), "float32"), "target", same_as="source_scalars"),
         )
     return Statement(
         name=f"attention/{score.name}" + ("/edge_rows" if edge_rows else ""),
@@ -95,7 +95,7 @@ def statement_of(
             Number("dropout", "dropout_p", 0.0, 1.0, 0.5),
         ),
         output=TensorSpec("out", "targets", ("H", "C")),
-        beside=(TensorSpec("edge_out", "targets", ("H", "D")),) if edge_rows else (),
+        extra_outputs=(TensorSpec("edge_out", "targets", ("H", "D")),) if edge_rows else (),
         saved=(
             TensorSpec("row_stats", "targets", ("H", 2), "float32", when="stats"),
             *(
@@ -112,7 +112,7 @@ def statement_of(
         scratch=(TensorSpec("bwd_row_stats", "targets", ("H", 4), "float32"),),
         edge_pass=WEIGHTS,
         edge_value=TensorSpec("weights", "edges", ("H",), "float32"),
-        derived=derived,
+        precomputed=precomputed,
         exact_outputs=("out_fp32", "edge_out_fp32") if edge_rows else ("out_fp32",),
         reference=reference,
     )

@@ -77,12 +77,12 @@ class Precomputed:
     Attributes:
         value: The argument.
         source: The input that it is computed from.
-        twin: The derived argument that it equals where target and value are one tensor.
+        same_as: The precomputed argument that it equals where target and value are one tensor.
     """
 
     value: TensorSpec
     source: str
-    twin: str = ""
+    same_as: str = ""
 
 
 @dataclass(frozen=True)
@@ -129,7 +129,7 @@ class Statement:
         inputs: Tensors that the user gives, in the order of the kernels' ABI; a seed, which the op draws, is the last.
         numbers: Numbers that the user gives, likewise.
         output: What the op returns.
-        beside: Further outputs; the gradient of each goes by its name after "grad_".
+        extra_outputs: Further outputs; the gradient of each goes by its name after "grad_".
         saved: What the forward pass leaves for the passes after it, beside the output.
         forward: The forward passes.
         backward: The backward passes, in order.
@@ -137,7 +137,7 @@ class Statement:
         scratch: Values that pass from one backward pass to the next.
         edge_pass: The pass that writes one value per edge, if the op has one; `edge_value` is that value.
         edge_value: See there.
-        derived: Arguments computed from inputs.
+        precomputed: Arguments computed from inputs.
         exact_outputs: Names of the last saved values, that backward reads in place of rounded outputs, for each output.
         reference: The op in plain torch: `reference(edge_index, num_dst, inputs, numbers, keep)`, with inputs and
             numbers by role and the dropout factors [E, H] or None, returns the output, or a tuple of several, and
@@ -153,17 +153,17 @@ class Statement:
     backward: tuple[Pass, ...]
     gradients: tuple[Gradient, ...]
     reference: Callable[..., Any]
-    beside: tuple[TensorSpec, ...] = ()
+    extra_outputs: tuple[TensorSpec, ...] = ()
     scratch: tuple[TensorSpec, ...] = ()
     edge_pass: Pass | None = None
     edge_value: TensorSpec | None = None
-    derived: tuple[Precomputed, ...] = ()
+    precomputed: tuple[Precomputed, ...] = ()
     exact_outputs: tuple[str, ...] = ()
 
     @cached_property
     def values(self) -> Mapping[str, TensorSpec]:
         """All values by name."""
-        every = (*self.inputs, *self.outputs, *self.saved, *self.scratch, *(each.value for each in self.derived))
+        every = (*self.inputs, *self.outputs, *self.saved, *self.scratch, *(each.value for each in self.precomputed))
         grads = (gradient.value for gradient in self.gradients)
         edge = () if self.edge_value is None else (self.edge_value,)
         return {value.name: value for value in (*every, *grads, *edge)}
@@ -171,7 +171,7 @@ class Statement:
     @property
     def outputs(self) -> tuple[TensorSpec, ...]:
         """All outputs."""
-        return self.output, *self.beside
+        return self.output, *self.extra_outputs
 
     @cached_property
     def backward_directions(self) -> tuple[str, ...]:
@@ -206,5 +206,5 @@ class Statement:
         """
         if not flags & {"stats", "saved"}:
             return ()
-        derived = tuple(each.value.name for each in self.derived if not (each.twin and "shared" in flags))
-        return derived + tuple(value.name for value in self.saved if not value.when or value.when in flags)
+        precomputed = tuple(each.value.name for each in self.precomputed if not (each.same_as and "shared" in flags))
+        return precomputed + tuple(value.name for value in self.saved if not value.when or value.when in flags)

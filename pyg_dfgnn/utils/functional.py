@@ -5,7 +5,7 @@ from torch_geometric.utils import scatter as pygs_scatter
 from torch_geometric.utils import segment as pygs_segment
 from torch_geometric.utils import softmax as pygs_softmax
 
-from pyg_dfgnn.nn import groups
+from pyg_dfgnn.nn import segment as segments
 from pyg_dfgnn.nn.scripted import scripts
 
 
@@ -27,7 +27,7 @@ def scatter(src: Tensor, index: Tensor, dim: int = 0, dim_size: int | None = Non
         IndexError: A group is outside of [0, dim_size); on a CPU a RuntimeError of PyTorch.
         ValueError: As PyG's function.
     """
-    return groups.scatter(src, index, dim, dim_size, reduce)
+    return segments.scatter(src, index, dim, dim_size, reduce)
 
 
 @scripts(pygs_segment)
@@ -50,10 +50,10 @@ def segment(src: Tensor, ptr: Tensor, reduce: str = "sum") -> Tensor:
     """
     if reduce not in ("sum", "mean", "max", "min"):
         return pygs_segment(src, ptr, reduce)
-    if not groups.takes("segment", src, None, ptr, 0, (reduce,)):
-        groups.check_offsets(src, ptr)
+    if not segments.takes("segment", src, None, ptr, 0, (reduce,)):
+        segments.check_offsets(src, ptr)
         return pygs_segment(src, ptr, reduce)
-    return groups.reduce(src, None, ptr, None, 0, (reduce,))[0]
+    return segments.reduce(src, None, ptr, None, 0, (reduce,))[0]
 
 
 @scripts(pygs_softmax)
@@ -80,6 +80,6 @@ def softmax(
         IndexError: A group is outside of [0, num_nodes); on a CPU a RuntimeError of PyTorch.
     """
     index = None if ptr is not None and ptr.dim() == 1 else index
-    if not groups.takes("softmax", src, index, ptr, dim, ("sum",), dim_size=num_nodes, is_whole=False):
+    if not segments.takes("softmax", src, index, ptr, dim, ("sum",), dim_size=num_nodes, is_whole=False):
         return pygs_softmax(src, index, ptr, num_nodes, dim)
-    return groups.softmax(src, index, ptr, num_nodes, dim)
+    return segments.softmax(src, index, ptr, num_nodes, dim)

@@ -21,9 +21,9 @@ from benchmarks.graphs import benchmark_graph
 from benchmarks.prepare import rounded_problem
 from benchmarks.results import Table
 from pyg_dfgnn.ir.domains import D, E, One, R, S, U, V
-from pyg_dfgnn.ir.lanes import MAX_SHORT
 from pyg_dfgnn.ir.lowering import lower
 from pyg_dfgnn.ir.passes import Passes
+from pyg_dfgnn.ir.register_layout import MAX_SHORT
 from pyg_dfgnn.nn import messages
 from tests.benchmarks.quick import QUICK, composed
 from tests.nn.message_cases import watched

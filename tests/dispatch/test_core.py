@@ -133,8 +133,8 @@ class Fake:
 
     refillable = True
 
-    def __init__(self, name, forward=None, targets=None, sources=None, hands_over=False, deterministic=True):
-        self.name, self.hands_over, self.deterministic = name, hands_over, deterministic
+    def __init__(self, name, forward=None, targets=None, sources=None, passes_share_buffers=False, deterministic=True):
+        self.name, self.passes_share_buffers, self.deterministic = name, passes_share_buffers, deterministic
         self.seconds = dict(zip(DIRECTIONS, (forward, targets, sources), strict=True))
 
     def reasons_against(self, problem, direction, graph):
@@ -189,15 +189,17 @@ def test_each_direction_takes_the_cheapest(candidates):
 )
 def test_passes_that_hand_over_run_together(candidates, targets, sources, expected):
     candidates(
-        Fake("row_split", 2, 2, 4), Fake("block_mma", 2, 3, 3), Fake("smmf", 1, targets, sources, hands_over=True)
+        Fake("row_split", 2, 2, 4),
+        Fake("block_mma", 2, 3, 3),
+        Fake("smmf", 1, targets, sources, passes_share_buffers=True),
     )
     assert chosen() == expected
 
 
-@pytest.mark.parametrize("hands_over", [False, True])
-def test_asked_for_but_cannot_run(candidates, caplog, hands_over):
-    candidates(Fake("row_split", 1, 1, 1), Fake("block_mma", 2, 2, None, hands_over=hands_over))
-    expected = ["block_mma", "row_split" if hands_over else "block_mma", "row_split"]
+@pytest.mark.parametrize("passes_share_buffers", [False, True])
+def test_asked_for_but_cannot_run(candidates, caplog, passes_share_buffers):
+    candidates(Fake("row_split", 1, 1, 1), Fake("block_mma", 2, 2, None, passes_share_buffers=passes_share_buffers))
+    expected = ["block_mma", "row_split" if passes_share_buffers else "block_mma", "row_split"]
     assert chosen(schedule="block_mma", fallback="silent") == expected and not caplog.messages
     for _ in range(3):
         assert chosen(schedule="block_mma") == expected
@@ -205,7 +207,7 @@ def test_asked_for_but_cannot_run(candidates, caplog, hands_over):
         "schedule 'block_mma' (backward over sources) cannot run here, 'row_split' takes its place: "
         "block_mma has no sources; and never had"
     )
-    assert len(caplog.messages) == 2 if hands_over else 1
+    assert len(caplog.messages) == 2 if passes_share_buffers else 1
     with pytest.raises(
         UnsupportedError, match="schedule 'block_mma' .* cannot run here: block_mma has no sources; and never"
     ):
@@ -263,7 +265,9 @@ def test_every_schedule_has_a_name_in_the_settings():
         assert set(known.candidates) <= set(known.by_name)
         for name, candidate in known.by_name.items():
             # cuSPARSE's default algorithm alone may add in another order.
-            assert type(candidate.hands_over) is bool and candidate.deterministic is (name != "cusparse"), name
+            assert type(candidate.passes_share_buffers) is bool and candidate.deterministic is (name != "cusparse"), (
+                name
+            )
 
 
 @pytest.mark.parametrize("name", FAMILY.by_name)

@@ -1,7 +1,7 @@
 """Marks of layers of any class, such as `accelerate` gives those without a drop-in."""
 
-from pyg_dfgnn.nn.drop_ins import MARK
 from pyg_dfgnn.nn.messages import Mark
+from pyg_dfgnn.nn.registry import MARK
 
 
 def compile_layer(layer):

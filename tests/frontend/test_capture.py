@@ -13,7 +13,7 @@ from torch_geometric.utils import add_self_loops, degree
 
 from benchmarks.cases.messages import NodeGatedGCN, Temperature
 from pyg_dfgnn.frontend.derived import EdgeDerived
-from pyg_dfgnn.nn.drop_ins import MARK
+from pyg_dfgnn.nn.registry import MARK
 from tests.frontend.layers import Sum
 from tests.frontend.marks import compile_layer, release_layer
 

@@ -6,7 +6,7 @@ from torch_geometric.data import Data
 from torch_geometric.utils import add_self_loops, remove_self_loops
 
 from pyg_dfgnn.graph import Adjacency, Graph
-from pyg_dfgnn.graph.chunks import rows_of
+from pyg_dfgnn.graph.chunks import row_index
 from pyg_dfgnn.reference.zoo import random, zoo
 
 
@@ -30,7 +30,7 @@ def check_side(graph: Graph, side: Adjacency, rows: Tensor, ends: Tensor, num_ro
         assert sorted(here) == members[row]
         assert col[rowptr[row] : rowptr[row + 1]] == [end[edge] for edge in here]
     assert side.max_degree == max(map(len, members), default=0)
-    assert rows_of(graph, side).tolist() == [row for row in range(num_rows) for _ in members[row]]
+    assert row_index(graph, side).tolist() == [row for row in range(num_rows) for _ in members[row]]
 
 
 def check_graph(graph: Graph, edge_index: Tensor, num_src: int, num_dst: int) -> None:

@@ -5,7 +5,7 @@ import torch
 
 from pyg_dfgnn.graph import Graph, block_sparse
 from pyg_dfgnn.graph.block_sparse import BLOCK, area_of, make_blocks, most_columns, sample_fill
-from pyg_dfgnn.graph.chunks import rows_of
+from pyg_dfgnn.graph.chunks import row_index
 from pyg_dfgnn.graph.derived import tensors_of
 from pyg_dfgnn.graph.node_ranges import TILE_ROWS, DiagonalBlocks, diagonal_blocks
 from pyg_dfgnn.reference.zoo import EdgeList, hub, random, sbm, zoo
@@ -53,7 +53,7 @@ def brute_segments(graph):
 
 def dense_of(graph, side):
     dense = torch.zeros(side.num_rows, side.num_cols, dtype=torch.int32)
-    for row, column in zip(rows_of(graph, side).tolist(), side.col.tolist(), strict=True):
+    for row, column in zip(row_index(graph, side).tolist(), side.col.tolist(), strict=True):
         dense[row, column] += 1
     return dense
 

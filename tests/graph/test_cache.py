@@ -17,7 +17,7 @@ from torch_geometric.utils import remove_self_loops
 from pyg_dfgnn.graph import EdgeSet, Graph
 from pyg_dfgnn.graph import graph as graph_module
 from pyg_dfgnn.graph.cache import GraphCache
-from pyg_dfgnn.graph.groups import graph_of_index
+from pyg_dfgnn.graph.segment import graph_of_index
 from pyg_dfgnn.reference.zoo import random
 from tests.graph.brute import check_graph, with_loops
 

@@ -10,8 +10,8 @@ from pyg_dfgnn.graph.chunks import (
     heavy_rows,
     most_edges,
     positions,
+    row_index,
     row_order,
-    rows_of,
 )
 from pyg_dfgnn.graph.derived import tensors_of
 from pyg_dfgnn.graph.node_ranges import node_ranges
@@ -158,7 +158,7 @@ def test_blocks_of_columns(is_sorted):
 def test_most_edges_of_a_block_of_rows(case, rows, host_syncs):
     graph = graph_of(case)
     for side in (graph.csr, graph.csc):
-        blocks = torch.bincount(rows_of(graph, side).long() // rows)
+        blocks = torch.bincount(row_index(graph, side).long() // rows)
         most = int(blocks.max()) if blocks.numel() else 0
         assert most_edges(graph, side, rows) == most
         count = len(host_syncs)
@@ -170,6 +170,6 @@ def test_positions_lead_to_the_same_edge(case):
     position = positions(graph, graph.csc, graph.csr)
     assert position.dtype == torch.int32
     assert torch.equal(graph.csr.perm[position.long()], graph.csc.perm)
-    assert torch.equal(rows_of(graph, graph.csr)[position.long()], graph.csc.col)
-    assert torch.equal(graph.csr.col[position.long()], rows_of(graph, graph.csc))
+    assert torch.equal(row_index(graph, graph.csr)[position.long()], graph.csc.col)
+    assert torch.equal(graph.csr.col[position.long()], row_index(graph, graph.csc))
     assert positions(graph, graph.csc, graph.csr) is position

@@ -10,7 +10,7 @@ from torch_geometric.data import Data
 from torch_geometric.utils import coalesce
 
 from pyg_dfgnn.graph import Graph
-from pyg_dfgnn.graph.chunks import rows_of
+from pyg_dfgnn.graph.chunks import row_index
 from pyg_dfgnn.reference.zoo import random
 from tests.graph.brute import check_graph, with_loops
 
@@ -56,7 +56,7 @@ def test_ids_around_the_narrow_sort_key(num_nodes):
 
 def test_order_inside_a_row_is_the_input_order(case):
     graph = Graph.of(case.edge_index, case.num_src, case.num_dst)
-    csr, row = graph.csr, rows_of(graph, graph.csr)
+    csr, row = graph.csr, row_index(graph, graph.csr)
     same_row = row[1:] == row[:-1]
     assert (csr.perm.diff()[same_row] > 0).all()
 

@@ -8,7 +8,7 @@ from pyg_dfgnn.dispatch.attention.family import FAMILY
 from pyg_dfgnn.dispatch.attention.problem import AttentionProblem
 from pyg_dfgnn.graph import Graph, adjacency, block_sparse
 from pyg_dfgnn.graph.build import build
-from pyg_dfgnn.graph.chunks import ascending, column_blocks, positions, rows_of
+from pyg_dfgnn.graph.chunks import ascending, column_blocks, positions, row_index
 from pyg_dfgnn.graph.derived import tensors_of
 from pyg_dfgnn.graph.forms import read_tensor
 from pyg_dfgnn.graph.node_ranges import diagonal_blocks
@@ -43,7 +43,7 @@ def parts_of(case, by_source, self_loops):
     looped = twin.with_loops()
     parts = [graph.csr.arrays, graph.csc.arrays, graph.kept, graph.edge_index, looped.csr.arrays, looped.csc.arrays]
     for side in (graph.csr, graph.csc):
-        parts += [rows_of(graph, side), ascending(graph, side), column_blocks(graph, side, 3, 2)]
+        parts += [row_index(graph, side), ascending(graph, side), column_blocks(graph, side, 3, 2)]
         parts.append(block_sparse.make_blocks(side, 32, None))
     diagonal = diagonal_blocks(graph)
     parts += [positions(graph, graph.csc, graph.csr), diagonal]

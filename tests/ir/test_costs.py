@@ -6,10 +6,10 @@ from math import prod
 import pytest
 
 from pyg_dfgnn.ir import D, Domain, E, One, R, S, U, V
+from pyg_dfgnn.ir.kernel_steps import Lowered
 from pyg_dfgnn.ir.layers import rgcn_mean, rgcn_sum
 from pyg_dfgnn.ir.lowering import lower
 from pyg_dfgnn.ir.passes import Passes, optimise
-from pyg_dfgnn.ir.steps import Lowered
 
 AIFB = {One: 1, R: 90, S: 8_285, D: 8_285, U: 26_432, V: 26_432, E: 58_086}
 FB15K = {One: 1, R: 474, S: 14_541, D: 14_541, U: 161_880, V: 161_880, E: 620_232}

@@ -6,15 +6,30 @@ from dataclasses import replace
 import pytest
 import torch
 
-from pyg_dfgnn.ir import D, E, IndexSpace, One, R, S, V, costly, dot, interpret, lowering, relational, softmax, sum_to
+from pyg_dfgnn.ir import (
+    D,
+    E,
+    IndexSpace,
+    One,
+    R,
+    S,
+    V,
+    dot,
+    interpret,
+    lowering,
+    materialize,
+    relational,
+    softmax,
+    sum_to,
+)
 from pyg_dfgnn.ir.interpreter import run_values
-from pyg_dfgnn.ir.lanes import LoweringError, find_lanes
+from pyg_dfgnn.ir.kernel_steps import Lowered
 from pyg_dfgnn.ir.layers import film, rgat
 from pyg_dfgnn.ir.lowering import lower
-from pyg_dfgnn.ir.narrow import MAX_OUTER
 from pyg_dfgnn.ir.passes import PASSES, optimise
 from pyg_dfgnn.ir.program import Program
-from pyg_dfgnn.ir.steps import Lowered
+from pyg_dfgnn.ir.register_layout import LoweringError, infer_layout
+from pyg_dfgnn.ir.register_matmul import MAX_OUTER
 from tests.covering import over
 from tests.ir.cases import ALL_GRAPHS, PROGRAMS, Case, case, gaussians, many_gaussians
 from tests.ir.test_passes import compare_all
@@ -59,7 +74,7 @@ def most_operators(monkeypatch):
     """most_operators(number) of which lanes rather run so many than read what they make."""
 
     def allow(number):
-        monkeypatch.setattr(costly, "MOST_OPERATORS", number)
+        monkeypatch.setattr(materialize, "MOST_OPERATORS", number)
         lowering._lowered.cache_clear()
 
     yield allow
@@ -106,7 +121,7 @@ def test_kernels_store_no_vector_per_edge(name):
     assert kinds <= {"traversal", "map", "linear", "outer", "dense"}
     for step in (*lowered.forward, *lowered.backward):
         if step.kind in ("traversal", "map"):
-            find_lanes(step.program)
+            infer_layout(step.program)
 
 
 @pytest.mark.parametrize(("size", "passes"), [(8, [S, D]), (16, [S, D, D])])

@@ -18,8 +18,8 @@ def values_of(problem: AttentionProblem, graph: Graph) -> dict[str, Tensor | flo
     tensors, numbers = example(shape, problem, graph)
     values = dict(zip(op.statement.input_names, tensors, strict=True))
     values |= {number.name: value for number, value in zip(op.statement.numbers, numbers, strict=True)}
-    for derived in op.statement.derived:
-        values[derived.value.name] = 1 / values[derived.source].float().norm(dim=-1)
+    for precomputed in op.statement.precomputed:
+        values[precomputed.value.name] = 1 / values[precomputed.source].float().norm(dim=-1)
     return values
 
 

@@ -152,7 +152,7 @@ def test_rows_of_a_local_graph_are_not_swept(score, dtype, monkeypatch):
     graph = build_graph([edges[place] for place in torch.randperm(len(edges)).tolist()], num_src, num_dst)
     launched = check(problem_of(score, graph, 3, 40, dtype, edge=score != "cosine"), graph, 0.3)
     assert launched.count("attention_forward") == 2 and "attention_forward_merge" in launched
-    assert graph.peek(("ascending", "targets", "sources")) is not None
+    assert graph.get(("ascending", "targets", "sources")) is not None
 
 
 @pytest.mark.parametrize("dtype", NAMES, ids=NAMES.values())

@@ -19,7 +19,7 @@ from pyg_dfgnn import frontend
 from pyg_dfgnn.frontend import Captured
 from pyg_dfgnn.ir import Program
 from pyg_dfgnn.nn import messages
-from pyg_dfgnn.nn.drop_ins import MARK
+from pyg_dfgnn.nn.registry import MARK
 from pyg_dfgnn.reference.zoo import EdgeList
 
 FEATURES, WIDTH, EDGE = 6, 4, 3

@@ -9,7 +9,7 @@ import torch
 from torch_geometric.nn.aggr import MultiAggregation
 
 from pyg_dfgnn import Graph
-from pyg_dfgnn.nn.edges import num_edges
+from pyg_dfgnn.nn.conv_call import num_edges
 from pyg_dfgnn.ops import segment
 from tests.covering import over
 from tests.kernels.emulated import emulated_device

@@ -6,7 +6,7 @@ import torch_geometric.nn as pyg
 
 import pyg_dfgnn
 import pyg_dfgnn.nn as ours
-from pyg_dfgnn.nn.drop_ins import DROP_INS
+from pyg_dfgnn.nn.registry import DROP_INS
 from pyg_dfgnn.settings import local_settings
 from tests.nn.convs import EDGES, FEATURES, NUM_NODES
 

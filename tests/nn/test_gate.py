@@ -129,7 +129,7 @@ def test_a_graph_of_pieces_trains_without_its_edges(name, x):
     with emulated_device() as launched:
         assert_same(trained(conv, x, graph), trained(other, x, EDGES))
     assert launched
-    looped = graph.peek("looped")
+    looped = graph.get("looped")
     assert all("edge_index" not in g.derived_bytes() for g in (graph, looped) if g is not None)
 
 

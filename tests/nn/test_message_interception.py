@@ -19,8 +19,8 @@ import pyg_dfgnn.nn as ours
 from pyg_dfgnn.errors import UnsupportedError
 from pyg_dfgnn.graph import Graph
 from pyg_dfgnn.nn import messages
-from pyg_dfgnn.nn.drop_ins import MARK
-from pyg_dfgnn.nn.edges import edges_in_flow
+from pyg_dfgnn.nn.conv_call import edges_in_flow
+from pyg_dfgnn.nn.registry import MARK
 from tests.nn.message_cases import watched
 from tests.nn.message_users import FEATURES, Temperature
 from tests.processes import run_script

@@ -15,9 +15,9 @@ from torch_geometric.utils import scatter
 from pyg_dfgnn import describe_plan, restore
 from pyg_dfgnn.errors import UnsupportedError
 from pyg_dfgnn.frontend import Region
-from pyg_dfgnn.ir import costly
+from pyg_dfgnn.ir import materialize
 from pyg_dfgnn.nn import accelerate, messages
-from pyg_dfgnn.nn.drop_ins import MARK
+from pyg_dfgnn.nn.registry import MARK
 from pyg_dfgnn.reference.tolerances import assert_all_close
 from pyg_dfgnn.reference.zoo import ZOO
 from pyg_dfgnn.settings import local_settings
@@ -510,7 +510,7 @@ def test_kernels_run_messages(name):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_weights_that_much_arithmetic_makes_of_edges_are_made_once(dtype, monkeypatch):
     """Gaussians of the coordinates of an edge, which a kernel of their own computes before the messages."""
-    monkeypatch.setattr(costly, "MOST_OPERATORS", 5)
+    monkeypatch.setattr(materialize, "MOST_OPERATORS", 5)
     graph, found = ZOO["self-loops"](), []
     layer = GMMConv(8, 8, dim=6, kernel_size=2).to(dtype)
     # Narrow Gaussians would amplify the rounding of coordinates to 16 bits.

@@ -13,7 +13,7 @@ import pyg_dfgnn
 import pyg_dfgnn.nn as ours
 from pyg_dfgnn import Graph
 from pyg_dfgnn.errors import UnsupportedError
-from pyg_dfgnn.graph.joint import joint_graph, known_joint
+from pyg_dfgnn.graph.hetero import joint_graph, known_joint
 from tests.ir.cases import GRAPHS
 from tests.nn.convs import reasons_of
 from tests.nn.relational import METADATA, NODES, WIDTHS, hetero
@@ -110,7 +110,7 @@ def test_nothing_is_built_again(name, monkeypatch):
         patch.setattr(Graph, "__init__", None)
         patch.setattr(torch, "sort", None)
         patch.setattr("pyg_dfgnn.graph.adjacency.pull", None)
-        patch.setattr("pyg_dfgnn.graph.joint.pull", None)
+        patch.setattr("pyg_dfgnn.graph.hetero.pull", None)
         assert_equal(conv(*args), expected)
     other = make(name, pyg)
     other.load_state_dict(conv.state_dict())

@@ -32,8 +32,8 @@ from pyg_dfgnn.ir import (
 from pyg_dfgnn.ir.layers import rgat
 from pyg_dfgnn.ir.passes import PASSES, Passes
 from pyg_dfgnn.ir.program import SEED, Builder, Program
-from pyg_dfgnn.ops.relational import apply, prepared_for, program, rows_of
-from pyg_dfgnn.ops.relational.gemm import SegmentLinear, SegmentOuter
+from pyg_dfgnn.ops.relational import apply, index_space_of, prepared_for, program
+from pyg_dfgnn.ops.relational.segment_gemm import SegmentLinear, SegmentOuter
 from pyg_dfgnn.runtime import launcher
 from pyg_dfgnn.settings import local_settings
 from tests.emu import needs_compiler
@@ -89,7 +89,7 @@ def inputs_of(dtype: torch.dtype = torch.float32) -> dict[str, Tensor]:
 
 
 def test_interpreter_runs_what_kernels_cannot(graph):
-    inputs, rows = inputs_of(torch.float64), rows_of(graph)
+    inputs, rows = inputs_of(torch.float64), index_space_of(graph)
     out = apply(mapped, rows, inputs)
     expected = interpret(mapped.program(x=(8,), weight=(8, 8)), rows, inputs)
     assert out.keys() == {"out", "plain"}
@@ -100,25 +100,25 @@ def test_interpreter_runs_what_kernels_cannot(graph):
 
 
 def test_second_calls_neither_trace_nor_lower(graph, monkeypatch):
-    rows, calls = rows_of(graph), []
+    rows, calls = index_space_of(graph), []
     with emulated_device():
         first = apply(mapped, rows, inputs := inputs_of())
         for owner, name in ((program.Passes, "run"), (program, "lower")):
             monkeypatch.setattr(owner, name, lambda *_, name=name, **__: calls.append(name))
         monkeypatch.setattr(type(mapped), "program", lambda *_, **__: calls.append("trace"))
-        second = apply(mapped, rows_of(graph), inputs)
+        second = apply(mapped, index_space_of(graph), inputs)
         assert torch.equal(first["out"], second["out"]) and not calls
 
 
 def test_outputs_that_are_not_wanted_are_not_computed(graph):
-    rows = rows_of(graph)
+    rows = index_space_of(graph)
     with emulated_device() as launched:
         assert apply(mapped, rows, inputs_of(), outputs=("plain",)).keys() == {"plain"}
     assert launched == ["relational_traversal"]
 
 
 def test_gradients_of_some_inputs_and_outputs(graph):
-    inputs, rows = inputs_of(), rows_of(graph)
+    inputs, rows = inputs_of(), index_space_of(graph)
     inputs["weight"].requires_grad_(False)
     with emulated_device():
         out = apply(mapped, rows, inputs)
@@ -133,7 +133,7 @@ def test_outputs_may_be_edited_in_place(graph):
     for is_edited in (False, True):
         x = torch.arange(48.0).sin().view(6, 8).requires_grad_()
         with emulated_device():
-            out = apply(largest, rows_of(graph), {"x": x})
+            out = apply(largest, index_space_of(graph), {"x": x})
             loss = sum((place + 1) * tensor.sum() for place, tensor in enumerate(out.values()))
             assert torch.equal(out["most"], out["again"])
             if is_edited:
@@ -146,7 +146,7 @@ def test_outputs_may_be_edited_in_place(graph):
 @pytest.mark.parametrize("off", [(), tuple(PASSES)], ids=["optimised", "as written"])
 def test_other_streams_hear_of_all_arrays_that_a_program_reads(off, graph):
     """The lists of the rows tell them of what they keep."""
-    rows = rows_of(graph)
+    rows = index_space_of(graph)
     with emulated_device():
         prepared = prepared_for(averaged, rows, inputs_of(), passes=Passes(frozenset(off)))
     known = {id(tensor) for holder in (rows.lists, rows.graph) for tensor in tensors_of(holder._derived)}
@@ -176,7 +176,7 @@ PROGRAMS = [(mapped, "x weight"), (gated, "x weight"), (largest, "x"), (noisy(),
 @pytest.mark.parametrize("function, names", PROGRAMS, ids=["mapped", "gated", "largest", "noisy", "joined"])
 def test_gradients_are_programs_too(function, names, graph):
     """Second and third derivatives are those of generated kernels, where there are any."""
-    drawn, rows, results = inputs_of(), rows_of(graph), []
+    drawn, rows, results = inputs_of(), index_space_of(graph), []
     for dtype in (torch.float32, torch.float64):
         inputs = {name: drawn.get(name, drawn["x"]).detach().to(dtype).requires_grad_() for name in names.split()}
         if SEED in inputs:
@@ -202,7 +202,7 @@ def powers(x: S):
 def test_powers_of_zero_stay_finite(graph):
     x = torch.zeros(6, 8, requires_grad=True)
     with emulated_device():
-        (found,) = apply(powers, rows_of(graph), {"x": x}).values()
+        (found,) = apply(powers, index_space_of(graph), {"x": x}).values()
         for _ in range(4):
             (found,) = torch.autograd.grad(found.sum(), x, create_graph=True)
             assert found.isfinite().all()
@@ -210,7 +210,7 @@ def test_powers_of_zero_stay_finite(graph):
 
 
 def test_refusal_is_reported_and_the_interpreter_runs(graph, monkeypatch):
-    rows, inputs = rows_of(graph), {"x": torch.randn(6, 8), "xd": torch.randn(6, 8)}
+    rows, inputs = index_space_of(graph), {"x": torch.randn(6, 8), "xd": torch.randn(6, 8)}
     with emulated_device():
         (reason,) = prepared_for(joined, rows, inputs)
         assert "concat" in reason
@@ -221,7 +221,7 @@ def test_refusal_is_reported_and_the_interpreter_runs(graph, monkeypatch):
 
 
 def test_wrong_inputs_are_named(graph):
-    rows, inputs = rows_of(graph), inputs_of()
+    rows, inputs = index_space_of(graph), inputs_of()
     with emulated_device():
         with pytest.raises(ValueError, match=r"'x' needs shape \[S=6, 8\] \(got \[5, 8\]\)"):
             apply(mapped, rows, {**inputs, "x": torch.randn(5, 8)})
@@ -253,7 +253,7 @@ def test_wrong_inputs_are_named(graph):
         ({"source_type": torch.zeros(6).long(), "num_types": "2"}, "'num_types' needs an integer .got str '2'."),
     ],
 )
-@pytest.mark.parametrize("make", [rows_of, IndexSpace])
+@pytest.mark.parametrize("make", [index_space_of, IndexSpace])
 def test_wrong_types_are_named(make, options, message, graph):
     with pytest.raises(TypeError, match=message):
         make(graph, **options)
@@ -261,11 +261,11 @@ def test_wrong_types_are_named(make, options, message, graph):
 
 def test_rows_are_kept_with_the_graph_and_its_types(graph):
     types = torch.tensor([0, 1, 0, 1, 0, 1])
-    lists = rows_of(graph, source_type=types, num_types=2).lists
-    assert rows_of(graph, source_type=types, num_types=2).lists is lists
-    assert rows_of(graph).lists is rows_of(graph).lists is not lists
+    lists = index_space_of(graph, source_type=types, num_types=2).lists
+    assert index_space_of(graph, source_type=types, num_types=2).lists is lists
+    assert index_space_of(graph).lists is index_space_of(graph).lists is not lists
     types[0] = 1
-    assert rows_of(graph, source_type=types, num_types=2).lists is not lists
+    assert index_space_of(graph, source_type=types, num_types=2).lists is not lists
 
 
 def test_graph_is_freed_with_its_edges():
@@ -275,8 +275,8 @@ def test_graph_is_freed_with_its_edges():
     gc.disable()
     try:
         with emulated_device():
-            out = apply(mapped, rows_of(graph), inputs_of())["out"]
-            rows, alive = weakref.ref(rows_of(graph).lists), weakref.ref(graph)
+            out = apply(mapped, index_space_of(graph), inputs_of())["out"]
+            rows, alive = weakref.ref(index_space_of(graph).lists), weakref.ref(graph)
             del edge_index, edge_type, graph
             # Its arrays are read by the backward pass.
             assert alive() is not None
@@ -288,7 +288,7 @@ def test_graph_is_freed_with_its_edges():
 
 
 def test_rows_keep_their_graph():
-    for make in (rows_of, IndexSpace):
+    for make in (index_space_of, IndexSpace):
         rows = make(Graph.of(torch.tensor([[0], [0]]), 1))
         gc.collect()
         assert rows.graph.num_edges == 1
@@ -314,7 +314,7 @@ def test_a_backward_pass_lets_go_of_what_it_has_read(graph, is_last):
 
     with emulated_device(), launcher.override(run, build_together) as emulate:
         with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-            out = apply(gated, rows_of(graph), inputs)["out"]
+            out = apply(gated, index_space_of(graph), inputs)["out"]
         held.clear()
         grads = torch.autograd.grad(out.sum(), list(inputs.values()), retain_graph=True)
         first = held.copy()
@@ -327,14 +327,20 @@ def test_a_backward_pass_lets_go_of_what_it_has_read(graph, is_last):
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (lambda graph: apply(mapped, graph, {}), r"'rows' needs the Rows of a graph, .* \(got Graph"),
-        (lambda graph: apply(lambda x: x, rows_of(graph), {}), "'program' needs a Program or a function under @rel"),
-        (lambda graph: rows_of(graph.edge_index), r"'graph' needs a pyg_dfgnn.Graph \(got a tensor of shape \[2, 40\]"),
+        (lambda graph: apply(mapped, graph, {}), r"'rows' needs the IndexSpace of a graph, .* \(got Graph"),
+        (
+            lambda graph: apply(lambda x: x, index_space_of(graph), {}),
+            "'program' needs a Program or a function under @rel",
+        ),
+        (
+            lambda graph: index_space_of(graph.edge_index),
+            r"'graph' needs a pyg_dfgnn.Graph \(got a tensor of shape \[2, 40\]",
+        ),
         (lambda graph: IndexSpace("edges"), r"'graph' needs a pyg_dfgnn.Graph \(got str 'edges'\)"),
         (lambda graph: relational("rgcn"), r"'function' needs a function \(got str 'rgcn'\)"),
         (lambda graph: relational(takes_a_name).program(x=(4,)), r"'domain' needs a domain such as .* \(got str 'D'\)"),
     ],
-    ids=["rows", "program", "rows_of", "IndexSpace", "relational", "sum_to"],
+    ids=["rows", "program", "index_space_of", "IndexSpace", "relational", "sum_to"],
 )
 def test_arguments_of_other_classes(graph, call, message):
     with pytest.raises(TypeError, match=message):
@@ -346,7 +352,7 @@ def program_on(graph, write, **shapes):
     builder, generator = Builder(), torch.Generator().manual_seed(0)
     ids = {name: builder.input(name, *domain_and_shape) for name, domain_and_shape in shapes.items()}
     written = builder.build("by_hand", write(builder, **ids))
-    sizes = rows_of(graph).sizes
+    sizes = index_space_of(graph).sizes
     inputs = {
         name: torch.randn(*(() if domain is One else (sizes[domain],)), *shape, generator=generator)
         for name, (domain, shape) in shapes.items()
@@ -364,10 +370,10 @@ def test_numbers_of_operators_that_torch_runs(bounds, graph):
         return {"out": builder.emit("sum", builder.emit("mul", x, weight), attrs=(D, E))}
 
     written, inputs = program_on(graph, write, x=(S, (8,)), w=(One, (8,)))
-    want = interpret(written, rows_of(graph), {name: x.double() for name, x in inputs.items()})["out"]
+    want = interpret(written, index_space_of(graph), {name: x.double() for name, x in inputs.items()})["out"]
     with emulated_device(), local_settings(fallback="error"):
         leaves = {name: x.requires_grad_() for name, x in inputs.items()}
-        out = apply(written, rows_of(graph), leaves)["out"]
+        out = apply(written, index_space_of(graph), leaves)["out"]
         torch.testing.assert_close(out.double(), want, rtol=1e-5, atol=1e-5)
         (gradient,) = torch.autograd.grad(out.sum(), leaves["w"])
     inside = (inputs["w"] >= bounds[0]) & (inputs["w"] <= bounds[1])
@@ -389,7 +395,7 @@ def test_backward_in_a_region_of_autocast_that_forward_was_not_in(dtype, graph):
     with emulated_device(), local_settings(fallback="error"):
         for is_inside in (False, True):
             leaves = {name: x.clone().requires_grad_() for name, x in inputs.items()}
-            out = apply(written, rows_of(graph), leaves)["out"]
+            out = apply(written, index_space_of(graph), leaves)["out"]
             with torch.autocast("cpu", dtype, enabled=is_inside):
                 gradients.append(torch.autograd.grad(out.square().sum(), list(leaves.values())))
     for inside, outside in zip(*gradients, strict=True):
@@ -409,9 +415,9 @@ def test_sums_with_a_bias_over_more_edges_than_float16_counts(domain):
     written, inputs = program_on(graph, write, x=(S, (4,)), w=(One, (4, 16)), b=(One, (16,)))
     inputs = {"x": inputs["x"] * 1e-3, "w": inputs["w"], "b": (torch.arange(16) % 2) * 1e-3}
     inputs = {name: x.half() for name, x in inputs.items()}
-    want = interpret(written, rows_of(graph), {name: x.double() for name, x in inputs.items()})["out"]
+    want = interpret(written, index_space_of(graph), {name: x.double() for name, x in inputs.items()})["out"]
     with emulated_device(), local_settings(fallback="error"):
-        out = apply(written, rows_of(graph), inputs)["out"]
+        out = apply(written, index_space_of(graph), inputs)["out"]
     torch.testing.assert_close(out.double(), want, rtol=1e-2, atol=1e-2 * want.abs().max().item())
 
 
@@ -431,6 +437,6 @@ def test_results_share_no_memory(num_nodes):
 
     written, inputs = program_on(graph, write, x=(D, (8,)), y=(S, (8,)), w=(One, (8,)))
     with emulated_device(), local_settings(fallback="error"):
-        results = apply(written, rows_of(graph), inputs)
+        results = apply(written, index_space_of(graph), inputs)
     memory = [tensor.untyped_storage().data_ptr() for tensor in (*inputs.values(), *results.values())]
     assert len(set(memory)) == len(memory)

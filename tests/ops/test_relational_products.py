@@ -4,9 +4,9 @@ import pytest
 import torch
 
 from pyg_dfgnn.ir import D, Domain, E, One, R, S, interpret, relational, sum_to
-from pyg_dfgnn.ir.lanes import LoweringError
 from pyg_dfgnn.ir.lowering import lower
 from pyg_dfgnn.ir.passes import PASSES
+from pyg_dfgnn.ir.register_layout import LoweringError
 from pyg_dfgnn.ops.relational import products
 from tests.ir.cases import case
 from tests.ir.test_lowering import LOWERED, joint

@@ -193,7 +193,7 @@ def swap(reference: bool) -> dict[str, list[int]]:
         By name, the numbers of fused and of all calls, which go on being counted.
     """
     from pyg_dfgnn import fallback
-    from pyg_dfgnn.nn import DROP_INS, groups
+    from pyg_dfgnn.nn import DROP_INS, segment
 
     calls, classes = Calls(), {}
     # PyG's own modules keep PyG's functions, as they would with a user's imports, and TorchScript compiles them.
@@ -210,7 +210,7 @@ def swap(reference: bool) -> dict[str, list[int]]:
         if hasattr(sys.modules[name], "fused_device_types"):
             sys.modules[name].fused_device_types = {"cpu", "cuda"}
     if reference:
-        groups.FAMILY = replace(groups.FAMILY, unsupported=lambda problem: [])
+        segment.FAMILY = replace(segment.FAMILY, unsupported=lambda problem: [])
     report = fallback.report_fallback
     fallback.report_fallback = calls.reporting(report)
     put({report: fallback.report_fallback}, modules_of("pyg_dfgnn"))

@@ -66,7 +66,7 @@ class CaseEdges:
     def of_graph(graph: Graph) -> CaseEdges:
         """From a `Graph` that :func:`~benchmarks.graphs.compressed` has made."""
         relations = 1 if graph.relation is None else graph.num_relations
-        return CaseEdges.of(graph.edge_index, graph.relation, relations, graph.num_dst, graph.peek(NODE_TYPE))
+        return CaseEdges.of(graph.edge_index, graph.relation, relations, graph.num_dst, graph.get(NODE_TYPE))
 
     @property
     def node_type(self) -> Tensor:

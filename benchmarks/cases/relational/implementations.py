@@ -22,7 +22,7 @@ from pyg_dfgnn.ir import U
 from pyg_dfgnn.ir.layers import hgt, rgat, rgcn_mean
 from pyg_dfgnn.ir.passes import Passes
 from pyg_dfgnn.ir.trace import Relational
-from pyg_dfgnn.ops.relational import apply, prepared_for, rows_of
+from pyg_dfgnn.ops.relational import apply, index_space_of, prepared_for
 from pyg_dfgnn.reference.oracle import Inputs
 from pyg_dfgnn.reference.zoo import EdgeList
 
@@ -132,7 +132,7 @@ class Hector(RelationalImplementation):
         node_type = edges.node_type
         types: dict[str, Any] = {"source_type": node_type, "target_type": node_type, "num_types": len(edges.sizes)}
         related = compressed(replace(graph, edge_type=edges.edge_type))
-        rows = rows_of(related, **(types if case.op == "hgt" else {}))
+        rows = index_space_of(related, **(types if case.op == "hgt" else {}))
 
         def run(layer: Relational, tensors: Inputs) -> Tensor:
             arguments = layer, rows, tensors, ("out",), self.passes

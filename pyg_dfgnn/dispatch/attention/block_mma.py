@@ -21,7 +21,7 @@ from pyg_dfgnn.graph.block_sparse import BLOCK
 from pyg_dfgnn.graph.node_ranges import TILE_ROWS, diagonal_blocks
 from pyg_dfgnn.statements.spec import Spec
 
-hands_over = False
+passes_share_buffers = False
 deterministic = True
 refillable = False
 

@@ -107,7 +107,7 @@ FAMILY = Family(
     others=paper.ABLATIONS,
     rules=MappingProxyType({"paper": paper.rule}),
     unsupported=unsupported_reasons,
-    seen_by=_seen_by,
+    problem_for=_seen_by,
     given=lambda problem, flags: replace(problem, dout_dlogit="dout_dlogit" in flags),
     before=_before,
 )

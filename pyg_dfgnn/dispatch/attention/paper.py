@@ -229,7 +229,7 @@ class Smmf:
     balanced_scores: bool = True
     edge_softmax: bool = True
     vector_gather: bool = True
-    hands_over = True
+    passes_share_buffers = True
     deterministic = True
     refillable = False
     specs = staticmethod(_specs)
@@ -273,7 +273,7 @@ class Pmf:
     """Scores of all edges in one kernel, softmax and sum in another: any degree, more memory traffic."""
 
     name: str = "pmf"
-    hands_over = True
+    passes_share_buffers = True
     deterministic = True
     refillable = False
     specs = staticmethod(_specs)

@@ -35,7 +35,7 @@ from pyg_dfgnn.statements.scores import SCORES
 from pyg_dfgnn.statements.spec import Spec
 from pyg_dfgnn.statements.tuning import RowSplitTuning, Sweep
 
-hands_over = False
+passes_share_buffers = False
 deterministic = True
 refillable = True
 _MIN_ROW_LANES = 8

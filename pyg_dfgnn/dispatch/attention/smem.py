@@ -18,7 +18,7 @@ from pyg_dfgnn.graph import Graph
 from pyg_dfgnn.graph.node_ranges import NodeRanges, diagonal_blocks, node_ranges
 from pyg_dfgnn.statements.tuning import SmemLayout
 
-hands_over = False
+passes_share_buffers = False
 deterministic = True
 refillable = False
 specs = rows.specs

@@ -12,7 +12,7 @@ from math import prod
 from typing import NamedTuple
 
 from pyg_dfgnn.ir.domains import FEW, Domain, One, determines, join
-from pyg_dfgnn.ir.keeping import ADD
+from pyg_dfgnn.ir.materialize import ADD
 from pyg_dfgnn.ir.program import RANGED, Builder, Program, Value, broadcast, rewrite
 
 DomainSizes = Mapping[Domain, int]

@@ -9,13 +9,13 @@ from typing import NamedTuple
 
 from pyg_dfgnn.errors import check_choice
 from pyg_dfgnn.ir.domains import Domain, E, U, V
-from pyg_dfgnn.ir.lanes import LoweringError
 from pyg_dfgnn.ir.lowering import lower
 from pyg_dfgnn.ir.passes.compact import MOST_PAIRS, compact, decompact
 from pyg_dfgnn.ir.passes.differentiate import differentiate
 from pyg_dfgnn.ir.passes.linear import aggregate_first, reorder, scale_first
 from pyg_dfgnn.ir.passes.sums import join_pads, share_sums, split_concats
 from pyg_dfgnn.ir.program import Program
+from pyg_dfgnn.ir.register_layout import LoweringError
 from pyg_dfgnn.ir.simplify import common_subexpressions, remove_dead
 
 ProgramPass = Callable[[Program, Mapping[Domain, int]], Program]
@@ -107,7 +107,7 @@ def optimise(
 
     Args:
         program: The program as it was traced.
-        sizes: Rows of each domain of the graph, :attr:`~pyg_dfgnn.ir.rows.IndexSpace.sizes`.
+        sizes: Rows of each domain of the graph, :attr:`~pyg_dfgnn.ir.index_space.IndexSpace.sizes`.
         wrt: Inputs whose gradients the program is to return as well.
         off: Passes of :data:`PASSES` that are left out. Without "compact" every value on pairs is computed per edge.
 

@@ -8,9 +8,9 @@ from math import prod
 from typing import NamedTuple
 
 from pyg_dfgnn.ir.domains import FEW, Domain, E, determines
-from pyg_dfgnn.ir.keeping import ADD
+from pyg_dfgnn.ir.materialize import ADD
 from pyg_dfgnn.ir.pointwise import POINTWISE
-from pyg_dfgnn.ir.program import Builder, Program, Shape, Value, rewrite, through
+from pyg_dfgnn.ir.program import Builder, Program, Shape, Value, rewrite, skip_views
 
 _MOVED = ("view", "gather")
 """Operators that leave numbers as they are, in another shape or on other rows."""
@@ -108,7 +108,7 @@ def share_sums(program: Program) -> Program:
             if product.op != "inner" or prod(product.shape) != prod(value.shape):
                 continue
             for x, y in (product.args, product.args[::-1]):
-                row, bare = (through(program.values, j, *_MOVED) for j in (x, y))
+                row, bare = (skip_views(program.values, j, *_MOVED) for j in (x, y))
                 for known in sums:
                     is_same = (known.over, known.y) == (over, bare) and known.factors == factors - Counter([inner])
                     is_row = determines(known.domain, domain)
@@ -160,6 +160,6 @@ def _sizes(shape: Shape) -> Shape:
 
 def _factors(program: Program, i: int) -> Counter[int]:
     """Return the factors of a product with their counts; a value that is no product is its only factor."""
-    i = through(program.values, i, *_MOVED)
+    i = skip_views(program.values, i, *_MOVED)
     value = program.values[i]
     return sum((_factors(program, arg) for arg in value.args), Counter()) if value.op == "mul" else Counter([i])

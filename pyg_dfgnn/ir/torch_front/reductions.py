@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from pyg_dfgnn.ir.domains import D, Domain, E, One, S
-from pyg_dfgnn.ir.lanes import MAX_SHORT
+from pyg_dfgnn.ir.register_layout import MAX_SHORT
 from pyg_dfgnn.ir.torch_front.lookups import count_types, gather_counts, look_up
 from pyg_dfgnn.ir.torch_front.registry import FUNCTIONS, names, pointwise, require, values
 from pyg_dfgnn.ir.torch_front.symbols import Symbol, Tracer, Types

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pyg_dfgnn.ir.domains import Domain
 from pyg_dfgnn.ir.interpreter import EPSILON
-from pyg_dfgnn.ir.program import Builder, Program, Shape, Value, rewrite, through
+from pyg_dfgnn.ir.program import Builder, Program, Shape, Value, rewrite, skip_views
 from pyg_dfgnn.ir.simplify import remove_dead
 
 _STEPS = ("div", "exp", "add")
@@ -51,16 +51,16 @@ def _softmax(program: Program, value: Value) -> tuple[int, tuple] | None:
 
     if value.op != _STEPS[0]:
         return None
-    exp, total = values[value.args[0]], values[through(values, value.args[1], "gather")]
+    exp, total = values[value.args[0]], values[skip_views(values, value.args[1], "gather")]
     if (value.op, exp.op, total.op) != _STEPS or values[exp.args[0]].op != "sub":
         return None
     x, largest = values[exp.args[0]].args
     parts = [values[arg] for arg in total.args]
     sums = [part for part in parts if part.op == "sum" and values[part.args[0]] == exp]
     constants = [part for part in parts if part.op == "const" and part.attrs == (EPSILON,)]
-    most = values[through(values, largest, "gather")]
+    most = values[skip_views(values, largest, "gather")]
     if not (sums and constants and most.op == "max" and most.attrs == sums[0].attrs):
         return None
-    reached = {values[through(values, j, "detach")] for j in (most.args[0], x)}
+    reached = {values[skip_views(values, j, "detach")] for j in (most.args[0], x)}
     same = len(reached) == 1 and exp.domain is most.attrs[1]
     return (x, most.attrs) if same else None

@@ -16,7 +16,7 @@ from pyg_dfgnn.nn.aggr.basic import (
 from pyg_dfgnn.nn.aggr.multi import MultiAggregation
 from pyg_dfgnn.nn.aggr.quantile import MedianAggregation, QuantileAggregation
 from pyg_dfgnn.nn.aggr.scaler import DegreeScalerAggregation
-from pyg_dfgnn.nn.drop_ins import DROP_INS
+from pyg_dfgnn.nn.registry import DROP_INS
 
 __all__ = [
     "DegreeScalerAggregation",

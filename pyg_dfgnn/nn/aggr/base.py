@@ -7,8 +7,8 @@ import torch
 from torch import Tensor, nn
 from torch_geometric.nn import aggr
 
-from pyg_dfgnn.nn import groups
-from pyg_dfgnn.nn.drop_ins import DROP_INS, Description, keep_signature
+from pyg_dfgnn.nn import segment
+from pyg_dfgnn.nn.registry import DROP_INS, Description, keep_signature
 from pyg_dfgnn.nn.scripted import Scripted
 from pyg_dfgnn.ops.visits import is_left
 
@@ -37,7 +37,7 @@ class FusedAggregation(Scripted, aggr.Aggregation):
 
     def _standing_reasons(self) -> list[str]:
         """Return what is against the fused kernels whatever the input."""
-        reasons = [f"the reduction {stat!r} has no fused kernel" for stat in self._stats if stat not in groups.NAMES]
+        reasons = [f"the reduction {stat!r} has no fused kernel" for stat in self._stats if stat not in segment.NAMES]
         inner = list(self._inner())
         for module in inner:
             if not isinstance(module, FusedAggregation):
@@ -50,7 +50,7 @@ class FusedAggregation(Scripted, aggr.Aggregation):
         """Return what a call would run; see :func:`pyg_dfgnn.describe_plan`."""
         stats = self._stats or ("sum",)
         is_whole = self._is_whole and bool(self._stats)
-        return groups.describe(self, device, self._standing_reasons(), stats, is_whole, *args, **kwargs)
+        return segment.describe(self, device, self._standing_reasons(), stats, is_whole, *args, **kwargs)
 
     def _takes(
         self,
@@ -62,7 +62,7 @@ class FusedAggregation(Scripted, aggr.Aggregation):
         stats: Sequence[str],
     ) -> bool:
         """Return whether the kernels take a call; report why not."""
-        return groups.takes(type(self).__name__, x, index, ptr, dim, stats, self, dim_size, self._is_whole)
+        return segment.takes(type(self).__name__, x, index, ptr, dim, stats, self, dim_size, self._is_whole)
 
     def reduce(
         self,
@@ -80,4 +80,4 @@ class FusedAggregation(Scripted, aggr.Aggregation):
             index = None
         if not self._takes(x, index, ptr, dim_size, dim, (reduce,)):
             return super().reduce(x, index, ptr, dim_size, dim, reduce)
-        return groups.reduce(x, index, ptr, dim_size, dim, (reduce,))[0]
+        return segment.reduce(x, index, ptr, dim_size, dim, (reduce,))[0]

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch_geometric.nn import aggr
 
-from pyg_dfgnn.nn import groups
+from pyg_dfgnn.nn import segment
 from pyg_dfgnn.nn.aggr.base import FusedAggregation
 
 
@@ -54,7 +54,7 @@ class _Deviation(FusedAggregation):
         variance: Any = getattr(self, "var_aggr", self)
         if variance.semi_grad or not self._takes(x, index, ptr, dim_size, dim, self._stats):
             return super().forward(x, index, ptr, dim_size, dim)
-        return groups.reduce(x, index, ptr, dim_size, dim, self._stats)[0]
+        return segment.reduce(x, index, ptr, dim_size, dim, self._stats)[0]
 
 
 class VarAggregation(_Deviation, aggr.VarAggregation):
@@ -91,7 +91,7 @@ class SoftmaxAggregation(FusedAggregation, aggr.SoftmaxAggregation):
             t = t.view(-1, self.channels)
         alpha = x if isinstance(t, (int, float)) and t == 1 else x * t
         with torch.no_grad() if self.semi_grad else nullcontext():
-            alpha = groups.softmax(alpha, index, ptr, dim_size, dim)
+            alpha = segment.softmax(alpha, index, ptr, dim_size, dim)
         return self.reduce(x * alpha, index, ptr, dim_size, dim, "sum")
 
 

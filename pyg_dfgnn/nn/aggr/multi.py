@@ -7,7 +7,7 @@ from torch import Tensor, nn
 from torch_geometric.nn import aggr
 
 from pyg_dfgnn.fallback import report_fallback
-from pyg_dfgnn.nn import groups
+from pyg_dfgnn.nn import segment
 from pyg_dfgnn.nn.aggr.base import FusedAggregation
 from pyg_dfgnn.nn.gate import is_multiple, repetition_reasons, statistics_of
 from pyg_dfgnn.ops.visits import is_left
@@ -50,7 +50,7 @@ class MultiAggregation(FusedAggregation, aggr.MultiAggregation):
         stats = () if torch.compiler.is_compiling() else self._stats
         if not self._takes(x, index, ptr, dim_size, dim, stats) or not stats:
             return super().forward(x, index, ptr, dim_size, dim)
-        fused = iter(groups.reduce(x, index, ptr, dim_size, dim, stats))
+        fused = iter(segment.reduce(x, index, ptr, dim_size, dim, stats))
         return self.combine(
             [next(fused) if statistic_of(module) else module(x, index, ptr, dim_size, dim) for module in self.aggrs]
         )

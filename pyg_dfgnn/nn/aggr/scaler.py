@@ -6,9 +6,9 @@ import torch
 from torch import Tensor, nn
 from torch_geometric.nn import aggr
 
-from pyg_dfgnn.nn import groups
+from pyg_dfgnn.nn import segment
 from pyg_dfgnn.nn.aggr.base import FusedAggregation
-from pyg_dfgnn.ops.groups import degree
+from pyg_dfgnn.ops.segment import degree
 
 
 def factors_of(scaler: aggr.DegreeScalerAggregation, degrees: Tensor) -> list[Tensor]:
@@ -65,5 +65,5 @@ class DegreeScalerAggregation(FusedAggregation, aggr.DegreeScalerAggregation):
         out = self.aggr(x, index, ptr, dim_size, dim)
         size = [1] * out.dim()
         size[dim] = -1
-        factors = factors_of(self, degree(groups.graph_of(index, ptr, dim_size)))
+        factors = factors_of(self, degree(segment.graph_of(index, ptr, dim_size)))
         return torch.cat([out * factor.to(out.dtype).view(size) for factor in factors], dim=-1)

@@ -29,7 +29,7 @@ from pyg_dfgnn.nn.conv.ssg_conv import SSGConv
 from pyg_dfgnn.nn.conv.super_gat_conv import SuperGATConv
 from pyg_dfgnn.nn.conv.tag_conv import TAGConv
 from pyg_dfgnn.nn.conv.transformer_conv import TransformerConv
-from pyg_dfgnn.nn.drop_ins import CONTAINERS, DROP_INS
+from pyg_dfgnn.nn.registry import CONTAINERS, DROP_INS
 
 __all__ = [
     "AGNNConv",

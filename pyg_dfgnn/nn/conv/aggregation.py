@@ -15,9 +15,10 @@ from pyg_dfgnn.errors import check_shape
 from pyg_dfgnn.fallback import SMALL
 from pyg_dfgnn.graph import EdgeSet, Graph
 from pyg_dfgnn.graph.ends import Part, PartitionedEdges
-from pyg_dfgnn.nn import edges
-from pyg_dfgnn.nn.drop_ins import Description
-from pyg_dfgnn.nn.gate import FusedConv, is_multiple, only_reduces, settle, statistics_of
+from pyg_dfgnn.nn import conv_call
+from pyg_dfgnn.nn.conv_call import ConvCall
+from pyg_dfgnn.nn.gate import FusedConv, finalize_dtype, is_multiple, only_reduces, statistics_of
+from pyg_dfgnn.nn.registry import Description
 from pyg_dfgnn.ops import visits
 from pyg_dfgnn.ops.eager import PLAIN
 from pyg_dfgnn.ops.segment import aggregate, inverse_degree
@@ -26,11 +27,11 @@ from pyg_dfgnn.statements.segment import AVERAGES, STATS
 _BY_TORCH = ("sum",), ("mean",), ("max",)
 """Statistics of an aggregation that few operators of torch compute."""
 _FEW_EDGES = visits.MEASURED_NUMBERS // 1024
-Question = tuple[str, tuple[str, ...], int, bool, int]
+ProblemFields = tuple[str, tuple[str, ...], int, bool, int]
 """The message, statistics, channels, whether nodes have scales, and numbers per edge that a linear layer maps."""
 
 
-class Sent(NamedTuple):
+class MessageInputs(NamedTuple):
     """Edges of a call, and the factors of its messages.
 
     Attributes:
@@ -108,7 +109,7 @@ class AggregationConv(FusedConv):
     _makes_edges = False
     """Whether PyG's code makes the edges of its sum in each call, for which it waits for the device."""
 
-    def _question(self, x: Any = None, edge: Tensor | None = None) -> Question:
+    def _problem_fields(self, x: Any = None, edge: Tensor | None = None) -> ProblemFields:
         message = "weight" if edge is not None and self._message == "copy" else self._message
         # The length of a range is a constant to torch.compile, as the width has to be, also after other widths.
         channels = len(range(x.size(-1))) if isinstance(x, Tensor) and x.dim() > 0 else 1
@@ -121,7 +122,7 @@ class AggregationConv(FusedConv):
             inverse_degree(graph)
         return explain(FAMILY, problem, graph, torch.is_grad_enabled())
 
-    def _ask(
+    def _check_support(
         self,
         x: Any,
         edge_index: Any,
@@ -132,7 +133,7 @@ class AggregationConv(FusedConv):
         weighted: bool = True,
         by_role: bool = False,
         reasons: tuple[str, ...] = (),
-    ) -> edges.ConvCall:
+    ) -> ConvCall:
         """Ask the gate about a call.
 
         Args:
@@ -156,7 +157,7 @@ class AggregationConv(FusedConv):
             nodes = nodes[::-1]
         if source is None:
             against.append("x is missing on the side that sends")
-        form = edges.form_of(edge_index)
+        form = conv_call.form_of(edge_index)
         if is_matrix(form):
             if edge is not None:
                 against.append("edge weights or features beside a sparse adjacency")
@@ -168,9 +169,9 @@ class AggregationConv(FusedConv):
             is_wide = edge.dtype is torch.float64 and source.dtype is not torch.float64
             if is_wide or not edge.is_floating_point():
                 against.append(f"edge weights or features in {edge.dtype}")
-        question = self._question(source, edge)
+        question = self._problem_fields(source, edge)
         if question[0] == "weight":
-            if edge is not None and edge.numel() == 1 != edges.num_edges(edge_index):
+            if edge is not None and edge.numel() == 1 != conv_call.num_edges(edge_index):
                 against.append("the edge weight is to be broadcast")
             if self_loops and torch.compiler.is_compiling():
                 against.append("edge weights and self-loops while compiling")
@@ -185,7 +186,7 @@ class AggregationConv(FusedConv):
             return False
         return self.flow == "source_to_target" and edge_index.is_whole
 
-    def _ask_part(self, question: Question, x: Any, edge_index: Any, *args: Any, **kwargs: Any) -> edges.ConvCall:
+    def _ask_part(self, question: ProblemFields, x: Any, edge_index: Any, *args: Any, **kwargs: Any) -> ConvCall:
         """Ask the gate about a call with a part of a graph, whose sources are own nodes and halo; the rest as there."""
         part, sources = edge_index.part, None
         if isinstance(x, Tensor) and x.dim() == 2:
@@ -262,9 +263,7 @@ class AggregationConv(FusedConv):
             return found
         return Description(found.layer, (SMALL,), found.problem)
 
-    def _as_sent(
-        self, problem: SegmentProblem, call: edges.ConvCall, sent: Sent
-    ) -> tuple[SegmentProblem, edges.ConvCall]:
+    def _as_sent(self, problem: SegmentProblem, call: ConvCall, sent: MessageInputs) -> tuple[SegmentProblem, ConvCall]:
         """Return the problem and the call of a description where this travels along the edges."""
         message = problem.message if sent.weight is None else "weight"
         scaled = sent.scale is not None
@@ -275,13 +274,13 @@ class AggregationConv(FusedConv):
 
     def _reads_values(self, edge_index: Any) -> bool:
         """Return whether values of a sparse adjacency weigh messages where PyG's conv takes no edge weights."""
-        return edges.form_of(edge_index) == "torch.sparse" and self.fuse
+        return conv_call.form_of(edge_index) == "torch.sparse" and self.fuse
 
-    def _plain(self, call: edges.ConvCall) -> Tensor:
+    def _plain(self, call: ConvCall) -> Tensor:
         """Return the edges of a call as PyG's functions take them, int64 [2, E]."""
         edge_index: Any = call.edge_index
         if call.form == "Graph":
-            return edges.edges_in_flow(edge_index, self.flow)
+            return conv_call.edges_in_flow(edge_index, self.flow)
         # PyG's scatter takes int64 only.
         plain: Tensor = edge_index.as_tensor() if call.form == "EdgeIndex" else edge_index
         return plain.long()
@@ -289,13 +288,11 @@ class AggregationConv(FusedConv):
     def _storage_dtype(self, x: Tensor) -> torch.dtype:
         return super()._storage_dtype(x) if self._is_projected else x.dtype
 
-    def _edges(
-        self, call: edges.ConvCall, *_: Any, measured: bool = False
-    ) -> tuple[Graph | EdgeSet, Tensor | None, Any]:
+    def _edges(self, call: ConvCall, *_: Any, measured: bool = False) -> tuple[Graph | EdgeSet, Tensor | None, Any]:
         # The messages read the edges as they are: nothing is made of their features for the loops.
         return super()._edges(call if call.edge_attr is None else call._replace(edge_attr=None), measured=measured)
 
-    def _sent(self, call: edges.ConvCall) -> Sent:
+    def _message_inputs(self, call: ConvCall) -> MessageInputs:
         """Return what a call without reasons sends, where nothing is normalised.
 
         Raises:
@@ -303,19 +300,19 @@ class AggregationConv(FusedConv):
         """
         graph, _, _ = self._edges(call)
         if call.edge_attr is None:
-            return Sent(graph)
+            return MessageInputs(graph)
         weight = self._weight(call)
-        return Sent(graph, weight, dtype=weight.dtype)
+        return MessageInputs(graph, weight, dtype=weight.dtype)
 
-    def _weight(self, call: edges.ConvCall) -> Tensor:
+    def _weight(self, call: ConvCall) -> Tensor:
         """Return the factors of a call's messages, [E]."""
         assert call.edge_attr is not None
         weight = call.edge_attr.reshape(-1)
-        count = edges.num_edges(call.edge_index)
+        count = conv_call.num_edges(call.edge_index)
         check_shape("edge_weight", weight, (count,), f"[E={count}]")
         return weight
 
-    def _aggregate(self, sent: Sent, x: Tensor, message: str | None = None, **vectors: Tensor) -> Tensor:
+    def _aggregate(self, sent: MessageInputs, x: Tensor, message: str | None = None, **vectors: Tensor) -> Tensor:
         """Return what the conv's aggregation module makes of all messages.
 
         Args:
@@ -345,5 +342,5 @@ class AggregationConv(FusedConv):
             **vectors,
         )
         if sent.dtype is not None:
-            out = settle(out, torch.promote_types(x.dtype, sent.dtype), False)
+            out = finalize_dtype(out, torch.promote_types(x.dtype, sent.dtype), False)
         return module.combine(list(out.unbind(1))) if several else out  # type: ignore[union-attr, operator]

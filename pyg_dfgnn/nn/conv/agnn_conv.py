@@ -7,8 +7,8 @@ from torch_geometric.typing import Adj
 
 from pyg_dfgnn.graph import Graph
 from pyg_dfgnn.nn.conv.attention import AttentionConv
-from pyg_dfgnn.nn.edges import ConvCall
-from pyg_dfgnn.nn.gate import methods_of, promoted_dtype, settle
+from pyg_dfgnn.nn.conv_call import ConvCall
+from pyg_dfgnn.nn.gate import finalize_dtype, methods_of, promoted_dtype
 from pyg_dfgnn.ops.attention.functional import cosine_attention
 
 
@@ -24,12 +24,12 @@ class AGNNConv(AttentionConv, conv.AGNNConv):
     _upstream_methods = methods_of(conv.AGNNConv)
     _node_dim = -2
 
-    def _question(self, x: Tensor | None = None) -> tuple[str, int, int]:
+    def _problem_fields(self, x: Tensor | None = None) -> tuple[str, int, int]:
         # The length of a range is a constant to torch.compile, as the width has to be, also after other widths.
         return "cosine", 1, len(range(x.size(-1))) if isinstance(x, Tensor) and x.dim() > 0 else 1
 
     def _call(self, x: Tensor, edge_index: Adj | Graph) -> ConvCall:
-        return self._gate(self._question(x), (x, x), edge_index, self_loops=self.add_self_loops)
+        return self._gate(self._problem_fields(x), (x, x), edge_index, self_loops=self.add_self_loops)
 
     def forward(self, x: Tensor, edge_index: Adj | Graph) -> Tensor:
         """PyG's forward, also on a `Graph`; see `torch_geometric.nn.AGNNConv.forward`."""
@@ -45,7 +45,7 @@ class AGNNConv(AttentionConv, conv.AGNNConv):
             beta = self.beta
         out = cosine_attention(graph, x, beta=beta, heads=1, concat=True)
         dtype = promoted_dtype(x.dtype, beta.dtype, x.is_cuda) if isinstance(beta, Tensor) else x.dtype
-        return settle(out, dtype, False)
+        return finalize_dtype(out, dtype, False)
 
     def _storage_dtype(self, x: Tensor) -> torch.dtype:
         """Return the dtype of `x`, also under autocast: no linear layer comes before the attention."""

@@ -8,7 +8,7 @@ from torch_geometric.typing import Adj, OptTensor
 from pyg_dfgnn.graph import Graph
 from pyg_dfgnn.nn.conv.aggregation import is_matrix
 from pyg_dfgnn.nn.conv.normalized import NormalizedConv
-from pyg_dfgnn.nn.edges import ConvCall, form_of
+from pyg_dfgnn.nn.conv_call import ConvCall, form_of
 from pyg_dfgnn.nn.gate import methods_of
 
 

@@ -8,8 +8,9 @@ from torch_geometric.nn import conv
 from torch_geometric.typing import Adj, OptTensor
 
 from pyg_dfgnn.graph import Graph
-from pyg_dfgnn.nn import edges
-from pyg_dfgnn.nn.conv.aggregation import AggregationConv, Question, Sent, is_matrix
+from pyg_dfgnn.nn import conv_call
+from pyg_dfgnn.nn.conv.aggregation import AggregationConv, MessageInputs, ProblemFields, is_matrix
+from pyg_dfgnn.nn.conv_call import ConvCall
 from pyg_dfgnn.nn.gate import methods_of, statistics_of
 from pyg_dfgnn.ops.segment import inverse_root_degree
 from pyg_dfgnn.ops.visits import run_left
@@ -30,8 +31,8 @@ class ChebConv(AggregationConv, conv.ChebConv):
     _upstream_methods = methods_of(conv.ChebConv)
     _makes_edges = True
 
-    def _question(self, x: Any = None, edge: Tensor | None = None) -> Question:
-        message, names, channels, *_ = super()._question(x, edge)
+    def _problem_fields(self, x: Any = None, edge: Tensor | None = None) -> ProblemFields:
+        message, names, channels, *_ = super()._problem_fields(x, edge)
         by_node = self._is_by_node(edge)
         return message if by_node else "weight", names, channels, by_node, 0
 
@@ -46,13 +47,13 @@ class ChebConv(AggregationConv, conv.ChebConv):
         edge_weight: OptTensor = None,
         batch: OptTensor = None,
         lambda_max: Any = None,
-    ) -> edges.ConvCall:
+    ) -> ConvCall:
         reasons = []
-        if is_matrix(edges.form_of(edge_index)):
+        if is_matrix(conv_call.form_of(edge_index)):
             reasons.append("a sparse adjacency")
         if torch.compiler.is_compiling():
             reasons.append("the Laplacian while compiling")
-        return self._ask((x, x), edge_index, edge_weight, self_loops=True, reasons=tuple(reasons))
+        return self._check_support((x, x), edge_index, edge_weight, self_loops=True, reasons=tuple(reasons))
 
     def forward(
         self,
@@ -88,18 +89,18 @@ class ChebConv(AggregationConv, conv.ChebConv):
     def _as_run(
         self,
         problem: Any,
-        call: edges.ConvCall,
+        call: ConvCall,
         x: Tensor,
         edge_index: Adj | Graph,
         edge_weight: OptTensor = None,
         batch: OptTensor = None,
         lambda_max: Any = None,
-    ) -> tuple[Any, edges.ConvCall]:
+    ) -> tuple[Any, ConvCall]:
         return self._as_sent(problem, call, self._laplacian(call, x, batch, lambda_max)[0])
 
     def _laplacian(
-        self, call: edges.ConvCall, x: Tensor, batch: OptTensor, lambda_max: Any
-    ) -> tuple[Sent, float, float]:
+        self, call: ConvCall, x: Tensor, batch: OptTensor, lambda_max: Any
+    ) -> tuple[MessageInputs, float, float]:
         """Return what travels along the edges of a call without reasons, and the factors of its sum and of the node.
 
         Raises:
@@ -117,7 +118,7 @@ class ChebConv(AggregationConv, conv.ChebConv):
             # PyG's degrees are those of row 0.
             domain = "sources" if self.flow == "source_to_target" else "targets"
             factor = 2.0 / largest
-            return Sent(graph, scale=inverse_root_degree(graph, domain), dtype=x.dtype), -factor, factor - 1.0
+            return MessageInputs(graph, scale=inverse_root_degree(graph, domain), dtype=x.dtype), -factor, factor - 1.0
         weight = None if call.edge_attr is None else self._weight(call)
         edge_index, options = self._plain(call), (self.normalization, lambda_max)
         _, norm = self.__norm__(edge_index, x.size(0), weight, *options, dtype=x.dtype, batch=batch)
@@ -125,4 +126,4 @@ class ChebConv(AggregationConv, conv.ChebConv):
         if graph is call.edge_index:
             # The weights are in PyG's order, which has the self-loops last.
             graph = Graph.resolve(graph.edge_index, graph.num_src, graph.num_dst, True, False)
-        return Sent(graph, norm, dtype=norm.dtype), 1.0, 0.0
+        return MessageInputs(graph, norm, dtype=norm.dtype), 1.0, 0.0

@@ -8,8 +8,8 @@ from torch_geometric.nn import conv
 from torch_geometric.typing import Adj
 
 from pyg_dfgnn.graph import Graph
-from pyg_dfgnn.nn.conv.aggregation import AggregationConv, Question, is_matrix
-from pyg_dfgnn.nn.edges import ConvCall, form_of
+from pyg_dfgnn.nn.conv.aggregation import AggregationConv, ProblemFields, is_matrix
+from pyg_dfgnn.nn.conv_call import ConvCall, form_of
 from pyg_dfgnn.nn.gate import methods_of, statistics_of
 from pyg_dfgnn.ops.segment import aggregate, inverse_root_degree
 from pyg_dfgnn.ops.visits import run_left
@@ -29,8 +29,8 @@ class ClusterGCNConv(AggregationConv, conv.ClusterGCNConv):
     _upstream_methods = methods_of(conv.ClusterGCNConv)
     _makes_edges = True
 
-    def _question(self, x: Any = None, edge: Tensor | None = None) -> Question:
-        message, _, channels, scaled, edge_channels = super()._question(x, edge)
+    def _problem_fields(self, x: Any = None, edge: Tensor | None = None) -> ProblemFields:
+        message, _, channels, scaled, edge_channels = super()._problem_fields(x, edge)
         return message, ("mean",), channels, scaled, edge_channels
 
     def _call(self, x: Tensor, edge_index: Adj | Graph) -> ConvCall:
@@ -48,8 +48,8 @@ class ClusterGCNConv(AggregationConv, conv.ClusterGCNConv):
         if not isinstance(x, Tensor):
             reasons.append("x is no tensor")
         if self._is_part(edge_index):
-            return self._ask_part(self._question(x), x, edge_index, self_loops=True, reasons=reasons)
-        return self._ask(x, edge_index, self_loops=True, reasons=tuple(reasons))
+            return self._ask_part(self._problem_fields(x), x, edge_index, self_loops=True, reasons=reasons)
+        return self._check_support(x, edge_index, self_loops=True, reasons=tuple(reasons))
 
     def forward(self, x: Tensor, edge_index: Adj | Graph) -> Tensor:
         """PyG's forward, also on a `Graph`; see `torch_geometric.nn.ClusterGCNConv.forward`."""

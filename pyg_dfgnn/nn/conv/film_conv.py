@@ -13,7 +13,7 @@ from pyg_dfgnn.graph import Graph
 from pyg_dfgnn.graph.relations import one_relation
 from pyg_dfgnn.ir.layers import Layer
 from pyg_dfgnn.nn.conv.relational import RelationalConv
-from pyg_dfgnn.nn.edges import ConvCall
+from pyg_dfgnn.nn.conv_call import ConvCall
 from pyg_dfgnn.nn.gate import has_hooks, methods_of, statistics_of
 from pyg_dfgnn.nn.projection import is_plain_linear
 from pyg_dfgnn.ops.relational import RowSet
@@ -57,7 +57,9 @@ class FiLMConv(RelationalConv, conv.FiLMConv):
         if not all(map(is_plain_linear, (*self.lins, *self.films))):
             reasons.append("lins or films are other layers than PyG's, or have no weight before the first call")
         nodes = nodes if self.flow == "source_to_target" else nodes[::-1]
-        return self._ask(nodes, edge_index, edge_type, self.lins[0].weight, reasons, typed=self._count_relations() > 1)
+        return self._check_support(
+            nodes, edge_index, edge_type, self.lins[0].weight, reasons, typed=self._count_relations() > 1
+        )
 
     def _program(
         self, call: ConvCall, graph: Graph | RowSet, x: Tensor | PairTensor, *_: Any

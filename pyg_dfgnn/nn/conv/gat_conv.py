@@ -10,8 +10,8 @@ from torch_geometric.typing import Adj, OptPairTensor, OptTensor, Size
 
 from pyg_dfgnn.graph import Graph
 from pyg_dfgnn.nn.conv.attention import AttentionConv
-from pyg_dfgnn.nn.edges import ConvCall, with_weights
-from pyg_dfgnn.nn.gate import methods_of, promoted_dtype, settle
+from pyg_dfgnn.nn.conv_call import ConvCall, with_weights
+from pyg_dfgnn.nn.gate import finalize_dtype, methods_of, promoted_dtype
 from pyg_dfgnn.nn.projection import is_plain_linear
 from pyg_dfgnn.ops.attention.functional import add_attention
 from pyg_dfgnn.ops.attention.terms import attention_terms
@@ -29,7 +29,7 @@ class GATConv(AttentionConv, conv.GATConv):
     edge_updater_type = {"alpha": OptPairTensor, "edge_attr": OptTensor}
     _upstream_methods = methods_of(conv.GATConv)
 
-    def _question(self, x: Tensor | None = None) -> tuple[str, int, int]:
+    def _problem_fields(self, x: Tensor | None = None) -> tuple[str, int, int]:
         return "add", self.heads, self.out_channels
 
     def _call(
@@ -43,7 +43,7 @@ class GATConv(AttentionConv, conv.GATConv):
         nodes = (x, x) if isinstance(x, Tensor) else tuple(x)
         reasons = [] if nodes[0] is not None else ["x is missing on the side that sends"]
         return self._gate(
-            self._question(),
+            self._problem_fields(),
             nodes,
             edge_index,
             edge_attr,
@@ -95,7 +95,7 @@ class GATConv(AttentionConv, conv.GATConv):
         )
         out, alpha = out if call.weights else (out, None)
         dtype = promoted_dtype(h_src.dtype, att_src.dtype, h_src.is_cuda)
-        out = settle(out, dtype, not self.concat)
+        out = finalize_dtype(out, dtype, not self.concat)
         bias = self.bias
         out = out if res is None else out + res
         out = out if bias is None else out + bias

@@ -9,8 +9,8 @@ from torch_geometric.typing import Adj, OptTensor, PairTensor
 
 from pyg_dfgnn.graph import Graph
 from pyg_dfgnn.nn.conv.attention import AttentionConv
-from pyg_dfgnn.nn.edges import ConvCall, adjacency_features, with_weights
-from pyg_dfgnn.nn.gate import methods_of, promoted_dtype, settle
+from pyg_dfgnn.nn.conv_call import ConvCall, adjacency_features, with_weights
+from pyg_dfgnn.nn.gate import finalize_dtype, methods_of, promoted_dtype
 from pyg_dfgnn.nn.projection import project
 from pyg_dfgnn.ops.attention.functional import gatv2_attention
 
@@ -29,7 +29,7 @@ class GATv2Conv(AttentionConv, conv.GATv2Conv):
     edge_updater_type = {"x": PairTensor, "edge_attr": OptTensor}
     _upstream_methods = methods_of(conv.GATv2Conv)
 
-    def _question(self, x: Tensor | None = None) -> tuple[str, int, int]:
+    def _problem_fields(self, x: Tensor | None = None) -> tuple[str, int, int]:
         return "gatv2", self.heads, self.out_channels
 
     def _call(
@@ -47,7 +47,7 @@ class GATv2Conv(AttentionConv, conv.GATv2Conv):
         if lin_edge is None and (edge_attr is not None or adjacency_features(edge_index) is not None):
             reasons.append("edge features without edge_dim")
         return self._gate(
-            self._question(),
+            self._problem_fields(),
             nodes,
             edge_index,
             edge_attr,
@@ -96,7 +96,7 @@ class GATv2Conv(AttentionConv, conv.GATv2Conv):
             exact=dtype is torch.float32,
         )
         out, alpha = out if call.weights else (out, None)
-        out = settle(out, dtype, not self.concat)
+        out = finalize_dtype(out, dtype, not self.concat)
         # After the attention, so that a call that is repeated saves tensors and draws numbers in the same order.
         res, bias = self.res, self.bias
         out = out if res is None else out + res(x_r)

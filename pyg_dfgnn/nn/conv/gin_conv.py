@@ -9,8 +9,8 @@ from torch_geometric.typing import Adj, OptPairTensor, OptTensor, Size
 
 from pyg_dfgnn.dispatch.segment import holds_layer
 from pyg_dfgnn.graph import Graph
-from pyg_dfgnn.nn.conv.aggregation import AggregationConv, Question
-from pyg_dfgnn.nn.edges import ConvCall, adjacency_features, num_edges
+from pyg_dfgnn.nn.conv.aggregation import AggregationConv, ProblemFields
+from pyg_dfgnn.nn.conv_call import ConvCall, adjacency_features, num_edges
 from pyg_dfgnn.nn.gate import methods_of
 from pyg_dfgnn.nn.projection import is_plain_linear
 from pyg_dfgnn.ops.visits import run_left
@@ -28,7 +28,7 @@ class GINConv(AggregationConv, conv.GINConv):
     _upstream_methods = methods_of(conv.GINConv)
 
     def _call(self, x: Tensor | OptPairTensor, edge_index: Adj | Graph, size: Size = None) -> ConvCall:
-        return self._ask(x, edge_index, size=size, weighted=self._reads_values(edge_index))
+        return self._check_support(x, edge_index, size=size, weighted=self._reads_values(edge_index))
 
     def forward(self, x: Tensor | OptPairTensor, edge_index: Adj | Graph, size: Size = None) -> Tensor:
         """PyG's forward, also on a `Graph`; see `torch_geometric.nn.GINConv.forward`."""
@@ -42,7 +42,7 @@ class GINConv(AggregationConv, conv.GINConv):
             call = self._call(x, edge_index, size)
             if call.reasons:
                 return self._fall_back(call, x, size=size)  # type: ignore[no-any-return]
-            out = self._aggregate(self._sent(call), x_src)
+            out = self._aggregate(self._message_inputs(call), x_src)
         out = out if x_dst is None else torch.addcmul(out, x_dst, 1 + self.eps)
         return self.nn(out)
 
@@ -62,8 +62,8 @@ class GINEConv(AggregationConv, conv.GINEConv):
     _message = "relu_add"
     _writes = 3
 
-    def _question(self, x: Any = None, edge: Tensor | None = None) -> Question:
-        message, names, channels, *_ = super()._question(x, edge)
+    def _problem_fields(self, x: Any = None, edge: Tensor | None = None) -> ProblemFields:
+        message, names, channels, *_ = super()._problem_fields(x, edge)
         lin = self.lin
         if isinstance(x, Tensor) and edge is not None and lin is not None and is_plain_linear(lin):
             dtype, numbers = torch.promote_types(x.dtype, edge.dtype), len(range(edge.size(1)))
@@ -89,7 +89,7 @@ class GINEConv(AggregationConv, conv.GINEConv):
             attr, reasons = None, ("edge_attr has another width than x",)
         elif edge_attr is None:
             reasons = ("edge features in a sparse adjacency",)
-        return self._ask(x, edge_index, attr, size=size, weighted=False, reasons=reasons)
+        return self._check_support(x, edge_index, attr, size=size, weighted=False, reasons=reasons)
 
     def forward(
         self,
@@ -114,6 +114,6 @@ class GINEConv(AggregationConv, conv.GINEConv):
                 operands |= {"lin_weight": self.lin.weight.t(), "lin_bias": self.lin.bias}
             elif self.lin is not None:
                 operands["edge"] = self.lin(call.edge_attr)
-            out = self._aggregate(self._sent(call._replace(edge_attr=None)), x_src, message, **operands)
+            out = self._aggregate(self._message_inputs(call._replace(edge_attr=None)), x_src, message, **operands)
         out = out if x_dst is None else torch.addcmul(out, x_dst, 1 + self.eps)
         return self.nn(out)

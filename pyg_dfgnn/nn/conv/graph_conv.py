@@ -8,7 +8,7 @@ from torch_geometric.typing import Adj, OptPairTensor, OptTensor, Size
 
 from pyg_dfgnn.graph import Graph
 from pyg_dfgnn.nn.conv.aggregation import AggregationConv
-from pyg_dfgnn.nn.edges import ConvCall
+from pyg_dfgnn.nn.conv_call import ConvCall
 from pyg_dfgnn.nn.gate import methods_of
 from pyg_dfgnn.ops.visits import run_left
 
@@ -31,7 +31,7 @@ class GraphConv(AggregationConv, conv.GraphConv):
         edge_weight: OptTensor = None,
         size: Size = None,
     ) -> ConvCall:
-        return self._ask(x, edge_index, edge_weight, size=size)
+        return self._check_support(x, edge_index, edge_weight, size=size)
 
     def forward(
         self,
@@ -51,6 +51,6 @@ class GraphConv(AggregationConv, conv.GraphConv):
             call = self._call(x, edge_index, edge_weight, size)
             if call.reasons:
                 return self._fall_back(call, x, edge_weight, size=size)  # type: ignore[no-any-return]
-            out = self._aggregate(self._sent(call), x_src)
+            out = self._aggregate(self._message_inputs(call), x_src)
         out = self.lin_rel(out)
         return out if x_dst is None else out + self.lin_root(x_dst)

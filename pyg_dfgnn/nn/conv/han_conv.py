@@ -9,9 +9,9 @@ from torch_geometric.typing import EdgeType, NodeType, OptTensor, PairTensor
 
 from pyg_dfgnn.graph import Graph, compact_rows
 from pyg_dfgnn.ir.layers import Layer
-from pyg_dfgnn.nn.conv.joint import JointConv
+from pyg_dfgnn.nn.conv.hetero import JointConv
+from pyg_dfgnn.nn.conv_call import ConvCall
 from pyg_dfgnn.nn.dense import TorchLinear
-from pyg_dfgnn.nn.edges import ConvCall
 from pyg_dfgnn.nn.gate import is_plain_layer, methods_of
 from pyg_dfgnn.nn.programs import kept_by_dropout
 from pyg_dfgnn.ops.relational import RowSet

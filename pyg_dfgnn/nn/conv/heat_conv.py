@@ -13,9 +13,9 @@ from pyg_dfgnn.errors import check_shape
 from pyg_dfgnn.graph import Graph
 from pyg_dfgnn.ir.layers import Layer
 from pyg_dfgnn.nn.conv.relational import RelationalConv
+from pyg_dfgnn.nn.conv_call import ConvCall, num_edges
 from pyg_dfgnn.nn.dense.hetero_linear import HETERO_LINEAR, typed_rows
-from pyg_dfgnn.nn.edges import ConvCall, num_edges
-from pyg_dfgnn.nn.gate import is_plain_layer, methods_of, promoted_dtype, settle
+from pyg_dfgnn.nn.gate import finalize_dtype, is_plain_layer, methods_of, promoted_dtype
 from pyg_dfgnn.nn.programs import kept_by_dropout, run
 from pyg_dfgnn.nn.projection import is_plain_linear
 from pyg_dfgnn.ops.relational import RowSet
@@ -46,7 +46,9 @@ class HEATConv(RelationalConv, conv.HEATConv):
             reasons.append("edge_type_emb is another layer than PyG's")
         if node_type.dim() != 1 or node_type.dtype not in (torch.int64, torch.int32):
             reasons.append(f"node_type is no int64 or int32 vector ({node_type.dtype}, {list(node_type.shape)})")
-        call = self._ask((x, x), edge_index, edge_type, self.att.weight, reasons, dropout=self.dropout, one_way=True)
+        call = self._check_support(
+            (x, x), edge_index, edge_type, self.att.weight, reasons, dropout=self.dropout, one_way=True
+        )
         return call._replace(edge_attr=edge_attr)
 
     def _count_relations(self) -> int:
@@ -103,4 +105,4 @@ class HEATConv(RelationalConv, conv.HEATConv):
             out = out.reshape(-1, self.heads * self.out_channels)
         # Autocast leaves PyG's layer of node types in the dtype of x.
         dtype = call.problem[0]
-        return settle(out, promoted_dtype(dtype, x.dtype if self.root_weight else dtype, x.is_cuda), False)
+        return finalize_dtype(out, promoted_dtype(dtype, x.dtype if self.root_weight else dtype, x.is_cuda), False)

@@ -17,13 +17,13 @@ from pyg_dfgnn.nn.conv.graph_conv import GraphConv
 from pyg_dfgnn.nn.conv.sage_conv import SAGEConv
 from pyg_dfgnn.nn.dense.hetero_linear import LINEAR
 from pyg_dfgnn.nn.gate import (
+    finalize_dtype,
     has_hooks,
     is_plain_layer,
     kernel_reasons,
     lacks_kernels,
     module_reasons,
     promoted_dtype,
-    settle,
     statistics_of,
     storage_dtype,
 )
@@ -194,7 +194,7 @@ def _attention(
         dropout_p=dropout,
         concat=first.concat,
     )
-    out = settle(out, promoted_dtype(value.dtype, first.att_src.dtype, value.is_cuda), not first.concat)
+    out = finalize_dtype(out, promoted_dtype(value.dtype, first.att_src.dtype, value.is_cuda), not first.concat)
     total = out.new_zeros(sum(nodes), out.size(1)).index_add_(0, node, out)
     outs = {}
     for name, rows in zip(targets.members, total.split(nodes), strict=True):
@@ -284,7 +284,7 @@ def _attention_options(layer: Any, x: Tensor, to: Tensor) -> ConvOptions | None:
     if both[0].bias is not None or x.dtype is not torch.float32 or torch.is_autocast_enabled(x.device.type):
         return None
     dropout = float(layer.dropout) if layer.training else 0.0
-    field = *layer._question(), storage_dtype(x), x.device, False, dropout > 0
+    field = *layer._problem_fields(), storage_dtype(x), x.device, False, dropout > 0
     if kernel_reasons(GATConv, *field):
         return None
     options = layer.heads, layer.out_channels, layer.concat, float(layer.negative_slope), dropout

@@ -16,14 +16,14 @@ from pyg_dfgnn.graph import Graph
 from pyg_dfgnn.ir import Domain, R, S
 from pyg_dfgnn.ir.layers import Layer
 from pyg_dfgnn.ir.passes import RowCounts, rounded
-from pyg_dfgnn.nn.conv.joint import JointConv
+from pyg_dfgnn.nn.conv.hetero import JointConv
+from pyg_dfgnn.nn.conv_call import ConvCall
 from pyg_dfgnn.nn.dense.hetero_linear import HETERO_DICT_LINEAR, HETERO_LINEAR, LINEAR, MANY_TYPES
-from pyg_dfgnn.nn.edges import ConvCall
 from pyg_dfgnn.nn.gate import has_hooks, is_plain_layer, methods_of
 from pyg_dfgnn.nn.programs import moved
 from pyg_dfgnn.ops.eager import is_eager
 from pyg_dfgnn.ops.gated_residual import gated_residual
-from pyg_dfgnn.ops.relational import RowSet, rows_of
+from pyg_dfgnn.ops.relational import RowSet, index_space_of
 
 # What the layer moves around its program, by whether there is a backward pass too: of each node, in multiples of the
 # channels, and of each relation, in multiples of its matrix.
@@ -106,7 +106,7 @@ class HGTConv(JointConv, conv.HGTConv):
             layer.weight.view(heads, -1, channels, channels).transpose(0, 1) for layer in (self.k_rel, self.v_rel)
         )
         scale = torch.cat(self._priors())
-        if isinstance(graph, Graph) and self._folds(x_dict, rows_of(graph).sizes):
+        if isinstance(graph, Graph) and self._folds(x_dict, index_space_of(graph).sizes):
             x = torch.cat([x_dict[name] for name in names]).unsqueeze(1)
             with torch.autocast(x.device.type, enabled=False):
                 return ("hgt_features",), {"x": x, "xd": x, **self._folded(key, value, scale)}

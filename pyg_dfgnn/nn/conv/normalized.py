@@ -11,8 +11,9 @@ from pyg_dfgnn.fallback import SMALL
 from pyg_dfgnn.graph import EdgeSet, Graph
 from pyg_dfgnn.graph.derived import version_of
 from pyg_dfgnn.graph.ends import Part
-from pyg_dfgnn.nn import edges
-from pyg_dfgnn.nn.conv.aggregation import AggregationConv, Question, Sent, is_matrix
+from pyg_dfgnn.nn import conv_call
+from pyg_dfgnn.nn.conv.aggregation import AggregationConv, MessageInputs, ProblemFields, is_matrix
+from pyg_dfgnn.nn.conv_call import ConvCall
 from pyg_dfgnn.nn.gate import NO_MATRIX, statistics_of
 from pyg_dfgnn.ops.segment import aggregate, inverse_root_degree, symmetric_norm
 from pyg_dfgnn.ops.visits import is_compiled_few, is_new
@@ -38,8 +39,8 @@ class NormalizedConv(AggregationConv):
     _keeps_edges = False
     """Whether `cached` is about the normalised edges."""
 
-    def _question(self, x: Any = None, edge: Tensor | None = None) -> Question:
-        message, names, channels, *_ = super()._question(x, edge)
+    def _problem_fields(self, x: Any = None, edge: Tensor | None = None) -> ProblemFields:
+        message, names, channels, *_ = super()._problem_fields(x, edge)
         by_node = self.normalize and self._is_by_node(edge)
         return "weight" if self.normalize and not by_node else message, names, channels, by_node, 0
 
@@ -52,20 +53,22 @@ class NormalizedConv(AggregationConv):
         """Return whether factors of nodes will do for a normalisation, so that no weights are made."""
         return edge is None and not self._drops and _SCALED.issuperset(statistics_of(self.aggr_module))
 
-    def _call(self, x: Tensor, edge_index: Adj | Graph, edge_weight: Tensor | None = None) -> edges.ConvCall:
+    def _call(self, x: Tensor, edge_index: Adj | Graph, edge_weight: Tensor | None = None) -> ConvCall:
         return self._ask_normalized(x, edge_index, edge_weight)
 
-    def _ask_normalized(self, x: Any, edge_index: Any, edge_weight: Tensor | None, *reasons: str) -> edges.ConvCall:
+    def _ask_normalized(self, x: Any, edge_index: Any, edge_weight: Tensor | None, *reasons: str) -> ConvCall:
         """Ask the gate about a call whose edges are to be normalised, if the conv does so."""
         against, loops = list(reasons), self.normalize and self.add_self_loops
-        form = edges.form_of(edge_index)
+        form = conv_call.form_of(edge_index)
         if isinstance(x, Tensor) and x.dim() != 2:
-            return edges.ConvCall([*against, NO_MATRIX], (), edge_index, form)
+            return ConvCall([*against, NO_MATRIX], (), edge_index, form)
         if not isinstance(x, Tensor):
             against.append("x is no tensor")
             x = None
         if self._is_part(edge_index) and self.normalize and self._is_by_node(edge_weight) and not self._takes_cache:
-            return self._ask_part(self._question(x), x, edge_index, self_loops=self.add_self_loops, reasons=against)
+            return self._ask_part(
+                self._problem_fields(x), x, edge_index, self_loops=self.add_self_loops, reasons=against
+            )
         is_bare = form == "SparseTensor" and not edge_index.has_value() and not self.improved
         if is_matrix(form) and loops and not (is_bare and self._is_by_node(None)):
             against.append("self-loops added to the values of a sparse adjacency")
@@ -80,11 +83,11 @@ class NormalizedConv(AggregationConv):
             kept: Any = self._cached_edge_index
             if torch.compiler.is_compiling():
                 against.append("cached=True while compiling")
-            if is_matrix(form) or (kept is not None and is_matrix(edges.form_of(kept[0]))):
+            if is_matrix(form) or (kept is not None and is_matrix(conv_call.form_of(kept[0]))):
                 against.append("cached=True with a sparse adjacency")
-        return self._ask((x, x), edge_index, edge_weight, self_loops=loops, reasons=tuple(against))
+        return self._check_support((x, x), edge_index, edge_weight, self_loops=loops, reasons=tuple(against))
 
-    def _normalized(self, call: edges.ConvCall, x: Tensor) -> Sent:
+    def _normalized(self, call: ConvCall, x: Tensor) -> MessageInputs:
         """Return what a call without reasons sends.
 
         Args:
@@ -95,7 +98,7 @@ class NormalizedConv(AggregationConv):
             ValueError: There are other numbers of weights and edges.
         """
         if not self.normalize:
-            return self._sent(call)
+            return self._message_inputs(call)
         by_node = self._is_by_node(call.edge_attr)
         if call.part is not None:
             return self._of_part(call, call.part, x)
@@ -103,17 +106,19 @@ class NormalizedConv(AggregationConv):
             return self._from_cache(call, x, by_node)
         new = self._new_edges(call) if by_node else None
         if new is not None:
-            return Sent(new, scale=inverse_root_degree(new), dtype=x.dtype)
+            return MessageInputs(new, scale=inverse_root_degree(new), dtype=x.dtype)
         plain = self._without_self_loops(call)
         if plain is not None:
-            return Sent(plain, scale=inverse_root_degree(plain, self_loops=True), dtype=x.dtype, self_loops=True)
+            return MessageInputs(
+                plain, scale=inverse_root_degree(plain, self_loops=True), dtype=x.dtype, self_loops=True
+            )
         graph, _, _ = self._edges(call, measured=True)
         if by_node:
-            return Sent(graph, scale=inverse_root_degree(graph), dtype=x.dtype)
+            return MessageInputs(graph, scale=inverse_root_degree(graph), dtype=x.dtype)
         weight = self._normalized_weight(call, graph, x)
-        return Sent(graph, weight, dtype=weight.dtype)
+        return MessageInputs(graph, weight, dtype=weight.dtype)
 
-    def _of_part(self, call: edges.ConvCall, part: Part, x: Tensor) -> Sent:
+    def _of_part(self, call: ConvCall, part: Part, x: Tensor) -> MessageInputs:
         """Return what a call with a part of a graph sends: degrees are those of the whole graph, one exchange each."""
         graph, _, _ = self._edges(call, measured=True)
         scale, key = inverse_root_degree(graph), ("inverse_root_degree", bool(call.self_loops))
@@ -121,9 +126,9 @@ class NormalizedConv(AggregationConv):
             # Later calls may record gradients.
             with torch.inference_mode(False), torch.no_grad():
                 part.kept[key] = part.exchange(scale.clone().view(-1, 1)).view(-1)
-        return Sent(graph, scale=scale, dtype=x.dtype, part=part, source_scale=part.kept[key])
+        return MessageInputs(graph, scale=scale, dtype=x.dtype, part=part, source_scale=part.kept[key])
 
-    def _without_self_loops(self, call: edges.ConvCall) -> Graph | None:
+    def _without_self_loops(self, call: ConvCall) -> Graph | None:
         """Return the edges where each node gets a self-loop and none has one, so that no array need hold them."""
         is_sum = self._is_by_node(call.edge_attr) and statistics_of(self.aggr_module) == ("sum",)
         if not call.self_loops or not is_sum or torch.compiler.is_compiling():
@@ -131,13 +136,13 @@ class NormalizedConv(AggregationConv):
         graph, _, _ = self._edges(call._replace(self_loops=False), measured=True)
         return None if isinstance(graph, EdgeSet) or graph.has_loops else graph
 
-    def _as_run(self, problem: Any, call: edges.ConvCall, x: Tensor, *_: Any, **__: Any) -> tuple[Any, edges.ConvCall]:
+    def _as_run(self, problem: Any, call: ConvCall, x: Tensor, *_: Any, **__: Any) -> tuple[Any, ConvCall]:
         # A description leaves nothing to later calls.
         if self._takes_cache and self._cached_edge_index is None:
             return problem, call
         return self._as_sent(problem, call, self._normalized(call, x))
 
-    def _normalized_weight(self, call: edges.ConvCall, graph: Graph | EdgeSet, x: Tensor) -> Tensor:
+    def _normalized_weight(self, call: ConvCall, graph: Graph | EdgeSet, x: Tensor) -> Tensor:
         """Return the normalised weights of a graph's edges, [E]; the host waits for no device."""
         ends = graph.edge_index
         if isinstance(graph, Graph) and graph.is_bare:
@@ -153,7 +158,7 @@ class NormalizedConv(AggregationConv):
         degree = aggregate(graph, wide.new_ones(graph.num_src, 1), message="weight", edge=wide).view(-1)
         return symmetric_norm(ends, wide, degree).to(weight.dtype)
 
-    def _with_loops(self, call: edges.ConvCall, graph: Graph, weight: Tensor) -> Tensor:
+    def _with_loops(self, call: ConvCall, graph: Graph, weight: Tensor) -> Tensor:
         """Return the weights in the order of a graph with replaced self-loops, which keep the weights they had."""
         kept = graph.kept
         assert kept is not None
@@ -168,7 +173,7 @@ class NormalizedConv(AggregationConv):
         loops = loops.index_put((nodes,), weight.index_select(0, places))
         return torch.cat([weight.index_select(0, kept), loops])
 
-    def _from_cache(self, call: edges.ConvCall, x: Tensor, by_node: bool) -> Sent:
+    def _from_cache(self, call: ConvCall, x: Tensor, by_node: bool) -> MessageInputs:
         """Return what the edges of the first call send, which stay until `reset_parameters`, as in PyG."""
         is_first = self._cached_edge_index is None
         if is_first:
@@ -181,9 +186,9 @@ class NormalizedConv(AggregationConv):
         key = "unit_weights", id(weight), version_of(weight)
         if is_first and call.edge_attr is None and not weight.is_inference():
             graph.derived(key, lambda: weight)
-        if by_node and graph.peek(key) is weight:
-            return Sent(graph, scale=inverse_root_degree(graph), dtype=weight.dtype)
-        return Sent(graph, weight, dtype=weight.dtype)
+        if by_node and graph.get(key) is weight:
+            return MessageInputs(graph, scale=inverse_root_degree(graph), dtype=weight.dtype)
+        return MessageInputs(graph, weight, dtype=weight.dtype)
 
 
 class LinearHopsConv(NormalizedConv):
@@ -204,6 +209,6 @@ class LinearHopsConv(NormalizedConv):
             return cast(Tensor, self._fall_back(call, x, edge_weight))
         return cast(Tensor, self.lin(self._hops(self._normalized(call, x), x)))
 
-    def _hops(self, sent: Sent, x: Tensor) -> Tensor:
+    def _hops(self, sent: MessageInputs, x: Tensor) -> Tensor:
         """Return the rows before the map, having kept them if asked to."""
         raise NotImplementedError

@@ -12,12 +12,11 @@ from torch_geometric.typing import Adj, OptTensor, SparseTensor
 from pyg_dfgnn.graph import EdgeSet, Graph
 from pyg_dfgnn.graph.ends import Part
 from pyg_dfgnn.nn.aggr.scaler import factors_of
-from pyg_dfgnn.nn.conv.aggregation import AggregationConv, Question
-from pyg_dfgnn.nn.edges import ConvCall, adjacency_features
+from pyg_dfgnn.nn.conv.aggregation import AggregationConv, ProblemFields
+from pyg_dfgnn.nn.conv_call import ConvCall, adjacency_features
 from pyg_dfgnn.nn.gate import FusedConv, methods_of, statistics_of
 from pyg_dfgnn.nn.projection import is_plain_linear
-from pyg_dfgnn.ops.groups import degree
-from pyg_dfgnn.ops.segment import aggregate
+from pyg_dfgnn.ops.segment import aggregate, degree
 from pyg_dfgnn.ops.visits import run_left
 
 
@@ -45,7 +44,7 @@ class PNAConv(AggregationConv, conv.PNAConv):
     # Both ends side by side, their product, and what the statistics make of it.
     _writes = 16
 
-    def _question(self, x: Any = None, edge: Tensor | None = None, *_: Any) -> Question:
+    def _problem_fields(self, x: Any = None, edge: Tensor | None = None, *_: Any) -> ProblemFields:
         message = "copy" if self.edge_dim is None else "add"
         return message, statistics_of(self.aggr_module.aggr), self.towers * self.F_in, False, 0
 
@@ -70,8 +69,8 @@ class PNAConv(AggregationConv, conv.PNAConv):
         lin_edge = None if self.edge_dim is None else self.edge_encoder
         options: dict[str, Any] = {"lin_edge": lin_edge, "reasons": reasons}
         if self._is_part(edge_index):
-            return self._ask_part(self._question(), x, edge_index, edge_attr, **options)
-        return self._gate(self._question(), (x, x), edge_index, edge_attr, **options)
+            return self._ask_part(self._problem_fields(), x, edge_index, edge_attr, **options)
+        return self._gate(self._problem_fields(), (x, x), edge_index, edge_attr, **options)
 
     def forward(self, x: Tensor, edge_index: Adj | Graph, edge_attr: OptTensor = None) -> Tensor:
         """PyG's forward, also on a `Graph`; see `torch_geometric.nn.PNAConv.forward`."""

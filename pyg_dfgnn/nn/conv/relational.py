@@ -10,11 +10,12 @@ from torch_geometric.typing import Adj, OptTensor
 
 from pyg_dfgnn.graph import Graph
 from pyg_dfgnn.ir.layers import Layer
-from pyg_dfgnn.nn import edges
+from pyg_dfgnn.nn import conv_call
 from pyg_dfgnn.nn.conv.aggregation import is_matrix, values_of
+from pyg_dfgnn.nn.conv_call import ConvCall
 from pyg_dfgnn.nn.gate import FusedConv, is_multiple
 from pyg_dfgnn.nn.programs import RelationalProblem, dtype_reasons, explain, reasons_of_problem, run
-from pyg_dfgnn.ops.relational import RowSet, rows_of
+from pyg_dfgnn.ops.relational import RowSet, index_space_of
 
 
 class RelationalConv(FusedConv):
@@ -31,25 +32,25 @@ class RelationalConv(FusedConv):
     _are_values_types = True
     """Whether the values of a sparse adjacency are relations."""
 
-    def _question(self, x: Tensor | None = None) -> tuple[Any, ...]:
+    def _problem_fields(self, x: Tensor | None = None) -> tuple[Any, ...]:
         return ()
 
     def _program(
-        self, call: edges.ConvCall, graph: Graph | RowSet, *args: Any, **kwargs: Any
+        self, call: ConvCall, graph: Graph | RowSet, *args: Any, **kwargs: Any
     ) -> tuple[Layer, dict[str, Tensor]]:
         raise NotImplementedError
 
-    def _planned(self, problem: Any, call: edges.ConvCall, *args: Any, **kwargs: Any) -> tuple[Graph, Any]:
+    def _planned(self, problem: Any, call: ConvCall, *args: Any, **kwargs: Any) -> tuple[Graph, Any]:
         graph = self._graph(call)
         assert isinstance(graph, Graph)
         layer, inputs = self._program(call, graph, *args, **kwargs)
-        return graph, explain(layer, rows_of(graph), inputs, self._outputs(call))
+        return graph, explain(layer, index_space_of(graph), inputs, self._outputs(call))
 
-    def _outputs(self, call: edges.ConvCall) -> Sequence[str] | None:
+    def _outputs(self, call: ConvCall) -> Sequence[str] | None:
         """Return which outputs of the program a call reads; None for all."""
         return None
 
-    def _ask(
+    def _check_support(
         self,
         nodes: tuple[Tensor | None, Tensor | None],
         edge_index: Adj | Graph,
@@ -59,7 +60,7 @@ class RelationalConv(FusedConv):
         *,
         typed: bool = True,
         **options: Any,
-    ) -> edges.ConvCall:
+    ) -> ConvCall:
         """Ask the gate about a call.
 
         Args:
@@ -75,8 +76,8 @@ class RelationalConv(FusedConv):
             The call, with its reasons.
         """
         against = [*reasons, *self._parameter_reasons(nodes[0], weight)]
-        form = edges.form_of(edge_index)
-        if form in edges.FORMS and form not in self._forms:
+        form = conv_call.form_of(edge_index)
+        if form in conv_call.FORMS and form not in self._forms:
             against.append(f"edge_index is a {form} tensor" if form == "torch.sparse" else f"edge_index is a {form}")
         elif not typed:
             edge_type = None
@@ -103,7 +104,7 @@ class RelationalConv(FusedConv):
     def _count_relations(self) -> int:
         return self._integer(self.num_relations, "num_relations")
 
-    def _graph(self, call: edges.ConvCall) -> Graph | RowSet:
+    def _graph(self, call: ConvCall) -> Graph | RowSet:
         """Return the graph of a call without reasons, with its relations; while torch.compile traces, what names it.
 
         Raises:
@@ -155,14 +156,12 @@ class RelationalConv(FusedConv):
     def _constant(self, name: str) -> float:
         return float(attrgetter(name)(self))
 
-    def _run(
-        self, call: edges.ConvCall, graph: Graph | RowSet, layer: Layer, inputs: dict[str, Tensor]
-    ) -> dict[str, Tensor]:
+    def _run(self, call: ConvCall, graph: Graph | RowSet, layer: Layer, inputs: dict[str, Tensor]) -> dict[str, Tensor]:
         """Return the outputs of a program, in PyG's dtype."""
-        rows = graph if isinstance(graph, RowSet) else rows_of(graph)
+        rows = graph if isinstance(graph, RowSet) else index_space_of(graph)
         return run(layer, rows, inputs, call.problem[0], self._outputs(call))
 
-    def _types_for_pyg(self, call: edges.ConvCall, edge_type: OptTensor) -> OptTensor:
+    def _types_for_pyg(self, call: ConvCall, edge_type: OptTensor) -> OptTensor:
         """Return the relations as PyG's forward takes them, which a `Graph` may hold."""
         if call.form == "Graph" and edge_type is None and call.edge_index.relation is not None:
             return call.edge_index.relation.long()

@@ -6,7 +6,7 @@ from torch_geometric.typing import Adj, OptTensor, PairTensor
 
 from pyg_dfgnn.graph import Graph
 from pyg_dfgnn.nn.conv.aggregation import AggregationConv
-from pyg_dfgnn.nn.edges import ConvCall, adjacency_features
+from pyg_dfgnn.nn.conv_call import ConvCall, adjacency_features
 from pyg_dfgnn.nn.gate import methods_of
 from pyg_dfgnn.nn.projection import project
 from pyg_dfgnn.ops.visits import run_left
@@ -37,7 +37,7 @@ class ResGatedGraphConv(AggregationConv, conv.ResGatedGraphConv):
         features = adjacency_features(edge_index) if edge_attr is None else edge_attr
         if self.edge_dim is not None or features is not None:
             reasons.append("edge features")
-        return self._ask(x, edge_index, weighted=False, by_role=True, reasons=tuple(reasons))
+        return self._check_support(x, edge_index, weighted=False, by_role=True, reasons=tuple(reasons))
 
     def forward(self, x: Tensor | PairTensor, edge_index: Adj | Graph, edge_attr: OptTensor = None) -> Tensor:
         """PyG's forward, also on a `Graph`; see `torch_geometric.nn.ResGatedGraphConv.forward`."""
@@ -54,7 +54,7 @@ class ResGatedGraphConv(AggregationConv, conv.ResGatedGraphConv):
         else:
             key, value = project(x_src, self.lin_query, self.lin_value)
             target = self.lin_key(x_dst)
-        out = self._aggregate(self._sent(call), value, self._message, key=key, target=target)
+        out = self._aggregate(self._message_inputs(call), value, self._message, key=key, target=target)
         if self.root_weight:
             out = out + self.lin_skip(x_dst)
         return out if self.bias is None else out + self.bias

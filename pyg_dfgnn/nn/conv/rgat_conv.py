@@ -14,7 +14,7 @@ from pyg_dfgnn.graph import Graph
 from pyg_dfgnn.ir.layers import Layer
 from pyg_dfgnn.nn.conv.aggregation import is_matrix, values_of
 from pyg_dfgnn.nn.conv.relational import RelationalConv
-from pyg_dfgnn.nn.edges import ConvCall, edges_in_flow, form_of, num_edges, with_weights
+from pyg_dfgnn.nn.conv_call import ConvCall, edges_in_flow, form_of, num_edges, with_weights
 from pyg_dfgnn.nn.gate import methods_of
 from pyg_dfgnn.nn.programs import kept_by_dropout
 from pyg_dfgnn.nn.projection import is_plain_linear
@@ -60,7 +60,7 @@ class RGATConv(RelationalConv, conv.RGATConv):
             if values is not None and (form == "SparseTensor" or values.dim() > 1):
                 reasons.append(f"the values of a {form} are edge features")
         weight = self.weight if self.num_bases is None else self.basis
-        return self._ask(
+        return self._check_support(
             (x, x),
             edge_index,
             edge_type,

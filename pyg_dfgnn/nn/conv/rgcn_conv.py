@@ -11,9 +11,9 @@ from pyg_dfgnn.graph import Graph
 from pyg_dfgnn.ir import R, S, U, V
 from pyg_dfgnn.ir.layers import Layer
 from pyg_dfgnn.nn.conv.relational import RelationalConv
-from pyg_dfgnn.nn.edges import ConvCall
-from pyg_dfgnn.nn.gate import methods_of, settle, statistics_of
-from pyg_dfgnn.ops.relational import RowSet, rows_of
+from pyg_dfgnn.nn.conv_call import ConvCall
+from pyg_dfgnn.nn.gate import finalize_dtype, methods_of, statistics_of
+from pyg_dfgnn.ops.relational import RowSet, index_space_of
 from pyg_dfgnn.ops.visits import MEASURED_NUMBERS, is_new, may_not_wait, run_left
 
 _FEW_RELATIONS = 8
@@ -37,7 +37,7 @@ class RelationalGraphConv(RelationalConv):
             reasons.append("num_blocks with node indices for x")
         rows = self._rows(x_src)
         nodes = rows, rows if x_dst is x_src else self._rows(x_dst)
-        return self._ask(nodes, edge_index, edge_type, self.weight, reasons, one_way=True)
+        return self._check_support(nodes, edge_index, edge_type, self.weight, reasons, one_way=True)
 
     def _rows(self, x: OptTensor) -> Tensor:
         """Return nodes as the gate takes them, a matrix."""
@@ -57,14 +57,14 @@ class RelationalGraphConv(RelationalConv):
             # Products with [K, N]: of nodes with each base, or of pairs with weights that are made first. While
             # torch.compile traces, the number of pairs is not known.
             if not (is_embedded or isinstance(graph, RowSet)) and aggr == "mean":
-                sizes = rows_of(graph).sizes
+                sizes = index_space_of(graph).sizes
                 if sizes[S] < sizes[R] + sizes[V] / self.num_bases:
                     return ("rgcn_bases",), {"x": x_src, "basis": weight, "comp": self.comp}
             weight = (self.comp @ weight.flatten(1)).view(-1, *weight.shape[1:])
         if not is_embedded:
             return (f"rgcn_{aggr}",), {"x": x_src, "weight": weight}
         assert isinstance(graph, Graph)
-        rows = rows_of(graph)
+        rows = index_space_of(graph)
         return ("rgcn_rows", aggr), {"z": weight[rows.index(U, R), self._number(x_src, rows.index(U, S))]}
 
     def _is_left(self, edge_index: Any) -> bool:
@@ -114,7 +114,7 @@ class RGCNConv(RelationalGraphConv, conv.RGCNConv):
 
     def _run(self, *args: Any) -> dict[str, Tensor]:
         # PyG adds the relations to zeros of the default dtype.
-        return {name: settle(x, torch.get_default_dtype(), False) for name, x in super()._run(*args).items()}
+        return {name: finalize_dtype(x, torch.get_default_dtype(), False) for name, x in super()._run(*args).items()}
 
 
 class FastRGCNConv(RelationalGraphConv, conv.FastRGCNConv):

@@ -10,7 +10,7 @@ from torch_geometric.typing import Adj, OptPairTensor, Size
 
 from pyg_dfgnn.graph import Graph
 from pyg_dfgnn.nn.conv.aggregation import AggregationConv
-from pyg_dfgnn.nn.edges import ConvCall
+from pyg_dfgnn.nn.conv_call import ConvCall
 from pyg_dfgnn.nn.gate import methods_of
 from pyg_dfgnn.ops.visits import run_left
 
@@ -27,7 +27,7 @@ class SAGEConv(AggregationConv, conv.SAGEConv):
     _upstream_methods = methods_of(conv.SAGEConv)
 
     def _call(self, x: Tensor | OptPairTensor, edge_index: Adj | Graph, size: Size = None) -> ConvCall:
-        return self._ask(x, edge_index, size=size, weighted=self._reads_values(edge_index))
+        return self._check_support(x, edge_index, size=size, weighted=self._reads_values(edge_index))
 
     def forward(self, x: Tensor | OptPairTensor, edge_index: Adj | Graph, size: Size = None) -> Tensor:
         """PyG's forward, also on a `Graph`; see `torch_geometric.nn.SAGEConv.forward`."""
@@ -43,7 +43,7 @@ class SAGEConv(AggregationConv, conv.SAGEConv):
                 return self._fall_back(call, x, size=size)  # type: ignore[no-any-return]
             if self.project:
                 x_src = self.lin(x_src).relu()
-            out = self._aggregate(self._sent(call), x_src)
+            out = self._aggregate(self._message_inputs(call), x_src)
         out = self.lin_l(out)
         if self.root_weight and x_dst is not None:
             out = out + self.lin_r(x_dst)

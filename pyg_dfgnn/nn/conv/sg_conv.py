@@ -3,7 +3,7 @@
 from torch import Tensor
 from torch_geometric.nn import conv
 
-from pyg_dfgnn.nn.conv.aggregation import Sent
+from pyg_dfgnn.nn.conv.aggregation import MessageInputs
 from pyg_dfgnn.nn.conv.normalized import LinearHopsConv
 from pyg_dfgnn.nn.gate import methods_of
 
@@ -19,7 +19,7 @@ class SGConv(LinearHopsConv, conv.SGConv):
     _upstream_methods = methods_of(conv.SGConv)
     _kept = "_cached_x"
 
-    def _hops(self, sent: Sent, x: Tensor) -> Tensor:
+    def _hops(self, sent: MessageInputs, x: Tensor) -> Tensor:
         for _ in range(self.K):
             x = self._aggregate(sent, x)
             if self.cached:

@@ -10,8 +10,8 @@ from torch_geometric.utils import add_self_loops, remove_self_loops
 
 from pyg_dfgnn.graph import Graph
 from pyg_dfgnn.nn.conv.attention import AttentionConv
-from pyg_dfgnn.nn.edges import ConvCall, edges_in_flow, form_of
-from pyg_dfgnn.nn.gate import methods_of, promoted_dtype, settle
+from pyg_dfgnn.nn.conv_call import ConvCall, edges_in_flow, form_of
+from pyg_dfgnn.nn.gate import finalize_dtype, methods_of, promoted_dtype
 from pyg_dfgnn.ops.attention.functional import supergat_attention
 from pyg_dfgnn.ops.attention.terms import attention_terms
 
@@ -30,7 +30,7 @@ class SuperGATConv(AttentionConv, conv.SuperGATConv):
     propagate_type = {"x": Tensor}
     _upstream_methods = methods_of(conv.SuperGATConv)
 
-    def _question(self, x: Tensor | None = None) -> tuple[str, int, int]:
+    def _problem_fields(self, x: Tensor | None = None) -> tuple[str, int, int]:
         return "supergat_sd" if self.att_l is None else "supergat_mx", self.heads, self.out_channels
 
     def _call(
@@ -42,7 +42,7 @@ class SuperGATConv(AttentionConv, conv.SuperGATConv):
         if type(self).get_attention is not conv.SuperGATConv.get_attention:
             reasons.append("'get_attention' is overridden")
         return self._gate(
-            self._question(),
+            self._problem_fields(),
             (x, x),
             edge_index,
             dropout=self.dropout,
@@ -78,7 +78,7 @@ class SuperGATConv(AttentionConv, conv.SuperGATConv):
         )
         if self.training:
             self._sample(h, call, neg_edge_index, batch)
-        out = settle(out, dtype, not self.concat)
+        out = finalize_dtype(out, dtype, not self.concat)
         return out if self.bias is None else out + self.bias
 
     def _sample(self, h: Tensor, call: ConvCall, neg_edge_index: OptTensor, batch: OptTensor) -> None:

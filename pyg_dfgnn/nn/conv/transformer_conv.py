@@ -11,8 +11,8 @@ from torch_geometric.typing import Adj, OptTensor, PairTensor, SparseTensor
 from pyg_dfgnn.dispatch.attention.family import shares_edge_rows
 from pyg_dfgnn.graph import Graph
 from pyg_dfgnn.nn.conv.attention import AttentionConv
-from pyg_dfgnn.nn.edges import ConvCall, adjacency_features
-from pyg_dfgnn.nn.gate import methods_of, promoted_dtype, settle
+from pyg_dfgnn.nn.conv_call import ConvCall, adjacency_features
+from pyg_dfgnn.nn.gate import finalize_dtype, methods_of, promoted_dtype
 from pyg_dfgnn.nn.projection import is_plain_linear, project
 from pyg_dfgnn.ops.attention.functional import dot_attention
 from pyg_dfgnn.statements.scores import DOT
@@ -29,7 +29,7 @@ class TransformerConv(AttentionConv, conv.TransformerConv):
     propagate_type = {"query": Tensor, "key": Tensor, "value": Tensor, "edge_attr": OptTensor}
     _upstream_methods = methods_of(conv.TransformerConv)
 
-    def _question(self, x: Tensor | None = None) -> tuple[str, int, int]:
+    def _problem_fields(self, x: Tensor | None = None) -> tuple[str, int, int]:
         return "dot", self.heads, self.out_channels
 
     def _call(
@@ -51,7 +51,7 @@ class TransformerConv(AttentionConv, conv.TransformerConv):
         if (lin_edge is None) != (edge_attr is None and adjacency_features(edge_index) is None):
             reasons.append("edge_dim without edge features, or edge features without edge_dim")
         call = self._gate(
-            self._question(),
+            self._problem_fields(),
             (source, target) if self.flow == "source_to_target" else (target, source),
             edge_index,
             edge_attr,
@@ -121,7 +121,7 @@ class TransformerConv(AttentionConv, conv.TransformerConv):
         )
         attended, alpha = attended if call.weights else (attended, None)
         dtype = promoted_dtype(query.dtype, key.dtype, query.is_cuda)
-        attended = settle(attended, dtype, not self.concat)
+        attended = finalize_dtype(attended, dtype, not self.concat)
         out = self._add_skip(x_dst, attended, *skip)
         if alpha is None:
             return out

@@ -6,7 +6,7 @@ from torch_geometric.nn import dense as upstream
 from pyg_dfgnn.nn.dense.hetero_linear import HeteroDictLinear, HeteroLinear
 from pyg_dfgnn.nn.dense.linear import Linear
 from pyg_dfgnn.nn.dense.torch_linear import Linear as TorchLinear
-from pyg_dfgnn.nn.drop_ins import DROP_INS, LINEAR_DROP_INS
+from pyg_dfgnn.nn.registry import DROP_INS, LINEAR_DROP_INS
 
 __all__ = ["HeteroDictLinear", "HeteroLinear"]
 DROP_INS.update({getattr(upstream, name): globals()[name] for name in __all__})

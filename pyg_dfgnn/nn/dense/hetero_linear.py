@@ -12,12 +12,12 @@ from pyg_dfgnn.fallback import NO_DEVICE, report_fallback
 from pyg_dfgnn.graph import Graph
 from pyg_dfgnn.ir import IndexSpace
 from pyg_dfgnn.nn.dense.linear import Linear
-from pyg_dfgnn.nn.drop_ins import Description, shown
 from pyg_dfgnn.nn.gate import export_reasons, is_plain_layer, reasons_on_device, storage_dtype
 from pyg_dfgnn.nn.programs import RelationalProblem, dtype_reasons, explain, reasons_of_problem, run
+from pyg_dfgnn.nn.registry import Description, shown
 from pyg_dfgnn.nn.scripted import Scripted
 from pyg_dfgnn.ops.eager import is_eager
-from pyg_dfgnn.ops.relational import RowSet, rows_of
+from pyg_dfgnn.ops.relational import RowSet, index_space_of
 
 MANY_TYPES = 10
 """Types from which one product is faster than one each, as PyG has it."""
@@ -35,7 +35,7 @@ def rows_of_types(type_vec: Tensor, num_types: int) -> IndexSpace | RowSet:
     """
     if torch.compiler.is_compiling():
         return RowSet("types", (type_vec,), (num_types,))
-    return rows_of(Graph.of_index(type_vec, num_types), source_type=type_vec, num_types=num_types)
+    return index_space_of(Graph.of_index(type_vec, num_types), source_type=type_vec, num_types=num_types)
 
 
 @lru_cache(8)

@@ -10,8 +10,8 @@ from torch_geometric.nn import dense
 from pyg_dfgnn.dispatch.attention.problem import tf32_allowed
 from pyg_dfgnn.dispatch.core import device_reasons
 from pyg_dfgnn.dispatch.gemm import strips_of
-from pyg_dfgnn.nn.drop_ins import Description, shown
 from pyg_dfgnn.nn.gate import keeps_weight
+from pyg_dfgnn.nn.registry import Description, shown
 from pyg_dfgnn.nn.scripted import Scripted
 from pyg_dfgnn.ops import gemm
 from pyg_dfgnn.ops.eager import PLAIN, is_eager, is_plain

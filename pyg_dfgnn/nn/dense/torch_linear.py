@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from pyg_dfgnn.nn.dense.linear import KernelLinear
-from pyg_dfgnn.nn.drop_ins import Description
+from pyg_dfgnn.nn.registry import Description
 
 
 class Linear(KernelLinear, torch.nn.Linear):

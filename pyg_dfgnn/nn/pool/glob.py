@@ -3,8 +3,8 @@
 from torch import Tensor
 from torch_geometric.nn import pool
 
-from pyg_dfgnn.nn.groups import scatter
 from pyg_dfgnn.nn.scripted import scripts
+from pyg_dfgnn.nn.segment import scatter
 
 
 @scripts(pool.global_add_pool)

@@ -9,7 +9,7 @@ from torch import Tensor
 from pyg_dfgnn.dispatch.attention.paper import smmf, stem_of
 from pyg_dfgnn.dispatch.attention.problem import AttentionProblem
 from pyg_dfgnn.graph import Graph
-from pyg_dfgnn.graph.chunks import positions, rows_of
+from pyg_dfgnn.graph.chunks import positions, row_index
 from pyg_dfgnn.ops.prepared import PreparedPass
 from pyg_dfgnn.runtime.launcher import addresses, kernel_of, launch
 
@@ -47,7 +47,7 @@ class PaperLaunch(PreparedPass):
         if direction == "sources":
             self.arrays = (side.rowptr, side.col, positions(graph, side, graph.csr))
         else:
-            self.arrays = (side.rowptr, rows_of(graph, side), side.col, side.perm)
+            self.arrays = (side.rowptr, row_index(graph, side), side.col, side.perm)
             if not plan.one_kernel:
                 self.score_kernel = kernel_of(spec, f"attention_{stem}_scores")
                 self.score_edges = addresses((*self.arrays[1:], self.num_edges, plan.warp_edges))

@@ -14,10 +14,10 @@ from torch import Tensor
 from pyg_dfgnn.dispatch.core import fused_device_types
 from pyg_dfgnn.ir import interpret
 from pyg_dfgnn.ir.domains import D, E, One, R, S, Td, Ts, U, V
-from pyg_dfgnn.ir.lanes import LoweringError
+from pyg_dfgnn.ir.index_space import IndexSpace
 from pyg_dfgnn.ir.lowering import lower
 from pyg_dfgnn.ir.program import Program
-from pyg_dfgnn.ir.rows import IndexSpace
+from pyg_dfgnn.ir.register_layout import LoweringError
 from pyg_dfgnn.ops.families import Match, match
 from pyg_dfgnn.ops.relational.chunked import chunked_of
 from pyg_dfgnn.ops.relational.program import ALL_PASSES, Prepared, prepared_for

@@ -18,12 +18,12 @@ from pyg_dfgnn.graph import Adjacency, Graph
 from pyg_dfgnn.graph.adjacency import outside_capture
 from pyg_dfgnn.graph.build import Built
 from pyg_dfgnn.ir import D, E, IndexSpace, One, Program, S
-from pyg_dfgnn.ir.lanes import LoweringError
+from pyg_dfgnn.ir.kernel_steps import Lowered
 from pyg_dfgnn.ir.parts import Parts, parts_of
 from pyg_dfgnn.ir.passes import Passes
-from pyg_dfgnn.ir.steps import Lowered
+from pyg_dfgnn.ir.register_layout import LoweringError
 from pyg_dfgnn.ops.eager import apply_of, differentiable, unpack_saved
-from pyg_dfgnn.ops.relational.program import Prepared, again, apply, rows_of
+from pyg_dfgnn.ops.relational.program import Prepared, again, apply, index_space_of
 from pyg_dfgnn.settings import current
 
 _CHUNK, _LEAST_EDGES = 1 << 26, 1 << 12
@@ -45,7 +45,7 @@ class Chunk:
         rowptr, col = csr.rowptr[first : last + 1] - begin, csr.col[begin:end].clone()
         own = Adjacency(rowptr, col, torch.arange(end - begin, dtype=torch.int32, device=col.device), csr.num_cols,
                         csr.max_degree)  # fmt: skip
-        self.rows = rows_of(Graph(Built(own)))
+        self.rows = index_space_of(Graph(Built(own)))
         self.targets, self.edges = slice(first, last), slice(begin, end)
         self.order = None if is_sorted else csr.perm[begin:end]
 

@@ -15,9 +15,9 @@ from torch import Tensor
 
 from pyg_dfgnn.ir import IndexSpace, One
 from pyg_dfgnn.ir.interpreter import run_values
-from pyg_dfgnn.ir.steps import KernelStep, Lowered
-from pyg_dfgnn.ops.compile import Text
+from pyg_dfgnn.ir.kernel_steps import KernelStep, Lowered
 from pyg_dfgnn.ops.eager import aligned
+from pyg_dfgnn.ops.host_codegen import HostFunction
 from pyg_dfgnn.ops.relational import products, traversal
 from pyg_dfgnn.ops.relational.dense import Expressions
 
@@ -46,9 +46,9 @@ class Functions:
             # Kept with the lists, so that other streams wait for them.
             self.static |= rows.derived(("static", step), partial(run_values, step.program, rows, {}, like))
         # In memory; buffers that one row is all of may lack the size of 1, as inputs and results do.
-        self.shapes = {name: self.rows_of(name) for name in lowered.buffers}
+        self.shapes = {name: self.row_shape(name) for name in lowered.buffers}
 
-    def rows_of(self, name: str) -> tuple[int, ...]:
+    def row_shape(self, name: str) -> tuple[int, ...]:
         """Return the shape that steps of torch take a buffer in."""
         buffer = self.lowered.buffers[name]
         return self.rows.sizes[buffer.domain], *buffer.shape
@@ -89,7 +89,7 @@ def _label(group: str, steps: Sequence[KernelStep]) -> str:
     return f"{group} by {', '.join(dict.fromkeys(step.kind for step in steps))}"
 
 
-class _Pass(Text):
+class _Pass(HostFunction):
     """The text of one pass.
 
     Args:
@@ -121,7 +121,7 @@ class _Pass(Text):
             return unread
         if buffer.domain is One:
             self.functions.shapes[name] = buffer.shape
-        self.bring(self.functions.variables[name])
+        self.load(self.functions.variables[name])
         self.shared.add(name)
         return self.functions.variables[name]
 
@@ -174,12 +174,12 @@ class _Pass(Text):
         """Allocate a buffer that a launch writes, in the shape of a result if it is one."""
         functions, variable = self.functions, self.functions.variables[name]
         shapes = [self._result_shape(place) for place, (other, _) in enumerate(self.results) if other == name]
-        functions.shapes[name] = shapes[0] if shapes else functions.rows_of(name)
+        functions.shapes[name] = shapes[0] if shapes else functions.row_shape(name)
         self._empty(variable, functions.shapes[name], dtype)
 
     def _empty(self, variable: str, shape: tuple[int, ...], dtype: torch.dtype) -> None:
         of_dtype = "" if dtype is self.functions.dtype else f", dtype={dtype}"
-        self.fresh(variable, f"like.new_empty({self.named(f'{variable}_shape', shape)}{of_dtype})")
+        self.assign(variable, f"like.new_empty({self.named(f'{variable}_shape', shape)}{of_dtype})")
 
     def _launch(self, place: int, step: KernelStep) -> None:
         """Write the launch of a traversal or a map."""
@@ -199,10 +199,10 @@ class _Pass(Text):
             # The row of the result may be the sum itself.
             row, parts = functions.lowered.buffers[name].shape, f"{variables[name]}_parts"
             is_result = any(other == name and self._result_shape(k) == row for k, (other, _) in enumerate(self.results))
-            functions.shapes[name] = row if is_result else functions.rows_of(name)
+            functions.shapes[name] = row if is_result else functions.row_shape(name)
             added = f"{parts}.sum({'0' if is_result else '0, keepdim=True'})"
             is_narrow = name not in functions.exact and functions.dtype is not torch.float32
-            self.fresh(variables[name], f"{added}.to(like.dtype)" if is_narrow else added)
+            self.assign(variables[name], f"{added}.to(like.dtype)" if is_narrow else added)
             self.lines.append(f"del {parts}")
 
     def _multiply(self, place: int, step: KernelStep) -> None:
@@ -221,8 +221,8 @@ class _Pass(Text):
         inputs, outputs, fitting = dict[str, str](), dict[str, tuple[str, str]](), set[str]()
         for name in step.reads:
             inputs[name] = self._features(name)
-            if functions.shapes[name] != functions.rows_of(name):
-                inputs[name] += f".view({self.named(f'{functions.variables[name]}_rows', functions.rows_of(name))})"
+            if functions.shapes[name] != functions.row_shape(name):
+                inputs[name] += f".view({self.named(f'{functions.variables[name]}_rows', functions.row_shape(name))})"
         roots, results = dict(step.program.outputs), {name for name, _ in self.results}
         for name in step.writes:
             function = self.named("aligned", aligned) if name in self.whole else ""

@@ -7,7 +7,7 @@ from torch.autograd import Function
 
 from pyg_dfgnn.graph.typed_rows import TypedRows
 from pyg_dfgnn.ops.eager import aligned, differentiable
-from pyg_dfgnn.ops.relational.gemm import SegmentLinear, SegmentOuter
+from pyg_dfgnn.ops.relational.segment_gemm import SegmentLinear, SegmentOuter
 
 
 class _TypedLinear(Function):

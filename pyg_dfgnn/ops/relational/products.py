@@ -12,10 +12,10 @@ from torch import Tensor
 
 from pyg_dfgnn.graph.typed_rows import TypedRows, one_type, pairs_by_relation, sorted_by_type
 from pyg_dfgnn.ir import Domain, IndexSpace, One, Program, R, U, V
-from pyg_dfgnn.ir.keeping import ADD
-from pyg_dfgnn.ir.lanes import LoweringError
-from pyg_dfgnn.ir.steps import KernelStep
-from pyg_dfgnn.ops.relational.gemm import SegmentLinear, SegmentOuter
+from pyg_dfgnn.ir.kernel_steps import KernelStep
+from pyg_dfgnn.ir.materialize import ADD
+from pyg_dfgnn.ir.register_layout import LoweringError
+from pyg_dfgnn.ops.relational.segment_gemm import SegmentLinear, SegmentOuter
 
 _PAIRS = {U: "source_relations", V: "target_relations"}
 

@@ -15,12 +15,12 @@ from pyg_dfgnn.errors import UnsupportedError, check_tensor, check_type
 from pyg_dfgnn.graph import Graph
 from pyg_dfgnn.ir import IndexSpace, One, Program, interpret
 from pyg_dfgnn.ir.interpreter import check_inputs
-from pyg_dfgnn.ir.lanes import LoweringError
+from pyg_dfgnn.ir.kernel_steps import Lowered
 from pyg_dfgnn.ir.lowering import lower
 from pyg_dfgnn.ir.passes import Passes
 from pyg_dfgnn.ir.program import SEED
+from pyg_dfgnn.ir.register_layout import LoweringError
 from pyg_dfgnn.ir.simplify import remove_dead
-from pyg_dfgnn.ir.steps import Lowered
 from pyg_dfgnn.ir.trace import Relational
 from pyg_dfgnn.ops.eager import aligned, apply_of, differentiable, is_eager, tell_of_torch, unpack_saved
 from pyg_dfgnn.ops.function import wide
@@ -139,7 +139,7 @@ def gradients(
     """
     if graph.is_static or not graph.is_measured:
         return None
-    rows, wrt = rows_of(graph), tuple(name for name, tensor in inputs.items() if tensor.requires_grad)
+    rows, wrt = index_space_of(graph), tuple(name for name, tensor in inputs.items() if tensor.requires_grad)
     if not wrt:
         return {}
     key = "gradients", id(program), wrt, *((name, tensor.shape) for name, tensor in inputs.items())
@@ -209,7 +209,7 @@ class _ProgramFunction(Function):
 _run = apply_of(_ProgramFunction)
 
 
-def rows_of(
+def index_space_of(
     graph: Graph, *, source_type: Tensor | None = None, target_type: Tensor | None = None, num_types: int = 0
 ) -> IndexSpace:
     """Return the rows of a graph, which keeps their lists for as long as the types stay as they are.
@@ -284,7 +284,7 @@ def _found(
 ) -> _Found:
     """Return what runs a call, kept with the rows by all that the answer depends on."""
     if type(rows) is not IndexSpace:
-        check_type("rows", rows, IndexSpace, "the Rows of a graph, from rows_of(graph)")
+        check_type("rows", rows, IndexSpace, "the IndexSpace of a graph, from index_space_of(graph)")
     if outputs is not None:
         check_type("outputs", outputs, (tuple, list), "a list of names")
         outputs = tuple(outputs)
@@ -298,7 +298,7 @@ def _found(
         check_type("program", program, (Program, Relational), "a Program or a function under @relational")
         return _Found(program, _selected(program, inputs, outputs), ("operators are traced or transformed",))
     key = tuple(facts)
-    known: _Found | None = rows.lists.peek(key)
+    known: _Found | None = rows.lists.get(key)
     return (
         rows.derived(key, lambda: _find(program, rows, inputs, outputs, passes, has_grad)) if known is None else known
     )
@@ -355,7 +355,7 @@ def apply(
     Args:
         program: The program, or the function that is traced for the shapes of the inputs. What was prepared for it is
             found by the object: keep it.
-        rows: The rows of the graph, from :func:`rows_of`.
+        rows: The rows of the graph, from :func:`index_space_of`.
         inputs: Name -> tensor [rows, *shape] of one dtype; [*shape] on the domain of one row.
         outputs: Names of the outputs that are wanted; all by default.
         passes: The passes that make the kernels' steps; all by default.

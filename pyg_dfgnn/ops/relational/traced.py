@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from pyg_dfgnn.graph import Graph
-from pyg_dfgnn.graph.joint import joint_graph
+from pyg_dfgnn.graph.hetero import joint_graph
 from pyg_dfgnn.graph.made import Seen, graph_of
 from pyg_dfgnn.graph.relations import one_relation
 from pyg_dfgnn.ir import D, Domain, E, IndexSpace, One, Program, R, S, interpret
@@ -24,7 +24,7 @@ from pyg_dfgnn.ir.domains import Ts
 from pyg_dfgnn.ir.layers import layer_of
 from pyg_dfgnn.ir.text import program_of, text_of
 from pyg_dfgnn.ops.function import ops, run_traced
-from pyg_dfgnn.ops.relational.program import rows_of, run, selected
+from pyg_dfgnn.ops.relational.program import index_space_of, run, selected
 
 KIND = "program"
 """Start of the names of the programs."""
@@ -87,11 +87,11 @@ class RowSet(NamedTuple):
             graph = Graph.resolve(first, *others, *sizes[:2], False, self.transposed, *sizes[2:])
         return one_relation(graph) if self.kind == "relation" else graph
 
-    def rows_of(self, graph: Graph) -> IndexSpace:
+    def index_space(self, graph: Graph) -> IndexSpace:
         """Return the rows of the graph."""
         if self.kind == "types":
-            return rows_of(graph, source_type=self.anchors[0], num_types=self.sizes[0])
-        return rows_of(graph)
+            return index_space_of(graph, source_type=self.anchors[0], num_types=self.sizes[0])
+        return index_space_of(graph)
 
 
 class Name(NamedTuple):
@@ -136,7 +136,7 @@ class _Programs:
         known = _read(name)
         row_set = RowSet(known.kind, anchors, sizes, known.transposed)
         graph = row_set.graph()
-        results = run(known.program, row_set.rows_of(graph), _by_name(known, inputs), known.wrt)
+        results = run(known.program, row_set.index_space(graph), _by_name(known, inputs), known.wrt)
         # Results of an operator share no memory, and have the strides that tracers were told.
         taken = {tensor.data_ptr() for tensor in inputs if tensor is not None}
         for place, result in enumerate(map(Tensor.contiguous, results)):
@@ -190,7 +190,7 @@ class _Programs:
         known = _read(name)
         row_set = RowSet(known.kind, anchors, sizes, known.transposed)
         graph = row_set.graph()
-        return list(interpret(known.program, row_set.rows_of(graph), _by_name(known, inputs)).values())
+        return list(interpret(known.program, row_set.index_space(graph), _by_name(known, inputs)).values())
 
 
 ops[KIND] = _Programs()

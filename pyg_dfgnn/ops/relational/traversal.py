@@ -10,8 +10,8 @@ from pyg_dfgnn.dispatch.relational import StepProblem, holds_heads, piece_of, pl
 from pyg_dfgnn.dispatch.traversal import RowSplitPlan
 from pyg_dfgnn.ir import D, E, IndexSpace
 from pyg_dfgnn.ir.codegen import KernelSource, generate
-from pyg_dfgnn.ir.lanes import LoweringError
-from pyg_dfgnn.ir.steps import KernelStep
+from pyg_dfgnn.ir.kernel_steps import KernelStep
+from pyg_dfgnn.ir.register_layout import LoweringError
 from pyg_dfgnn.ops.traversal import NodeKernel, TraversalLaunch
 from pyg_dfgnn.runtime.launcher import addresses
 from pyg_dfgnn.statements.spec import Spec

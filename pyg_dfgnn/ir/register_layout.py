@@ -56,7 +56,7 @@ SHORT, ROWS = "K", "K*"
 """Forms of a short row, and of what has a row for each of its numbers."""
 
 
-def find_lanes(program: Program) -> Lanes:
+def infer_layout(program: Program) -> Lanes:
     """Return lanes on which all outputs of a program fit.
 
     Raises:

@@ -5,10 +5,10 @@ import torch
 
 from pyg_dfgnn.graph.derived import Derived
 from pyg_dfgnn.graph.typed_rows import one_type
-from pyg_dfgnn.ops.relational.gemm import SegmentLinear, SegmentOuter
+from pyg_dfgnn.ops.relational.segment_gemm import SegmentLinear, SegmentOuter
 from pyg_dfgnn.reference import segment_gemm as reference
 from pyg_dfgnn.reference.tolerances import assert_close, relative_error
-from tests.ops.test_relational_gemm import LENGTHS, LINEAR, OUTER, check_linear, check_outer, typed_rows
+from tests.ops.test_segment_gemm import LENGTHS, LINEAR, OUTER, check_linear, check_outer, typed_rows
 
 pytestmark = pytest.mark.cuda
 

@@ -61,7 +61,7 @@ def count_of(graph: Graph, domain: str) -> int:
     return graph.num_dst if domain == "targets" else graph.num_src if domain == "sources" else graph.num_edges
 
 
-class Text:
+class HostFunction:
     """The text of one function, and the objects that it names.
 
     Args:
@@ -76,7 +76,7 @@ class Text:
         self.names: dict[str, Any] = {"torch": torch, "__name__": __name__}
         self.arguments: dict[str, str] = {}
 
-    def bring(self, name: str, checked: bool = True) -> None:
+    def load(self, name: str, checked: bool = True) -> None:
         """Make a tensor contiguous and aligned to 16 bytes, and its address an argument of launches."""
         test, copy = f"not {name}.is_contiguous()", f"{name} = {name}.clone(memory_format=torch.contiguous_format)"
         if not self.is_cuda:
@@ -91,7 +91,7 @@ class Text:
         self.names[name] = value
         return name
 
-    def fresh(self, name: str, expression: str) -> None:
+    def assign(self, name: str, expression: str) -> None:
         """Allocate a tensor, and make its address an argument of launches."""
         self.lines.append(f"{name} = {expression}")
         self.address(name)
@@ -117,7 +117,7 @@ class Text:
         return run
 
 
-class _Passes(Text):
+class _Passes(HostFunction):
     """The text of the function of a group of passes."""
 
     def __init__(self, shape: CallShape, flags: frozenset[str]) -> None:
@@ -140,9 +140,9 @@ class _Passes(Text):
             rows = f"graph.{_COUNTS[value.domain]}, "
         make = "zeros" if value.domain == "edges" and self.shape.has_room else "empty"
         if value.like and value.domain == "blocks":
-            self.fresh(value.name, f"{value.like}.new_empty(({rows}*{value.like}.shape))")
+            self.assign(value.name, f"{value.like}.new_empty(({rows}*{value.like}.shape))")
         elif value.like:
-            self.fresh(value.name, f"torch.{make}_like({value.like})")
+            self.assign(value.name, f"torch.{make}_like({value.like})")
         else:
             row = self.shape.row(value, 1 if run is None else run.head_groups)
             names = (self.statement.output.name, *self.statement.exact_outputs[:1])
@@ -150,7 +150,7 @@ class _Passes(Text):
                 row = (self.shape.heads * self.shape.channels,)
             sizes = rows + "".join(f"{size}, " for size in row)
             dtype = "" if value.dtype == FEATURES else f", dtype=torch.{value.dtype}"
-            self.fresh(value.name, f"{near}.new_{make}(({sizes}){dtype})")
+            self.assign(value.name, f"{near}.new_{make}(({sizes}){dtype})")
 
     def launch(self, place: int, stated: Pass, run: Any, handed: str = "") -> str:
         """Launch a pass; returns the name of what it hands to the next one."""
@@ -198,10 +198,10 @@ def compile_group(shape: CallShape, group: str, flags: frozenset[str], passes: S
         results = [*(value.name for value in statement.outputs), *kept]
         return text.function(["graph", *inputs, *numbers], results, label)
     for name in kept:
-        text.bring(name)
-    for derived in statement.derived:
-        if derived.twin and "shared" in flags:
-            text.alias(derived.value.name, derived.twin)
+        text.load(name)
+    for precomputed in statement.precomputed:
+        if precomputed.same_as and "shared" in flags:
+            text.alias(precomputed.value.name, precomputed.same_as)
     if group == "edge":
         assert statement.edge_value is not None and statement.edge_pass is not None
         text.allocate(statement.edge_value, near)
@@ -218,29 +218,31 @@ def _bring_inputs(text: _Passes, group: str, forward: Any | None) -> None:
         if value.name == "target" and shared:
             continue
         if value.name in present and (group != "backward" or value.name in statement.saved_inputs):
-            text.bring(value.name, checked=value.dtype != "int64")
+            text.load(value.name, checked=value.dtype != "int64")
     if shared:
         text.lines.append("target = value")
         text.alias("target", "value")
     if forward is None:
         return
     saved = bool(text.flags & {"stats", "saved"})
-    for derived in statement.derived:
-        name = derived.value.name
-        if derived.twin and shared:
-            if derived.twin in text.arguments:
-                text.lines.append(f"{name} = {derived.twin}")
-                text.alias(name, derived.twin)
+    for precomputed in statement.precomputed:
+        name = precomputed.value.name
+        if precomputed.same_as and shared:
+            if precomputed.same_as in text.arguments:
+                text.lines.append(f"{name} = {precomputed.same_as}")
+                text.alias(name, precomputed.same_as)
             continue
         use = forward.derives(name, saved, shared)
         if use == "ignores":
             continue
         if use == "writes":
-            sizes = "".join(f"{size}, " for size in text.shape.row(derived.value))
-            rows = f"graph.{_COUNTS[derived.value.domain]}"
-            text.fresh(name, f"{derived.source}.new_empty(({rows}, {sizes}), dtype=torch.{derived.value.dtype})")
+            sizes = "".join(f"{size}, " for size in text.shape.row(precomputed.value))
+            rows = f"graph.{_COUNTS[precomputed.value.domain]}"
+            text.assign(
+                name, f"{precomputed.source}.new_empty(({rows}, {sizes}), dtype=torch.{precomputed.value.dtype})"
+            )
         else:
-            text.fresh(name, f"{text.named(f'derive_{name}', text.shape.derive(derived))}({derived.source})")
+            text.assign(name, f"{text.named(f'derive_{name}', text.shape.derive(precomputed))}({precomputed.source})")
 
 
 def _backward(
@@ -260,8 +262,8 @@ def _backward(
         if exact in kept:
             text.alias(name, exact)
         elif statement.reads_output:
-            text.bring(name)
-        text.bring(output_grads[place])
+            text.load(name)
+        text.load(output_grads[place])
     for value in statement.scratch:
         text.allocate(value, near, passes[0])
     results: dict[str, str] = {}

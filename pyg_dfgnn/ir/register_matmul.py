@@ -12,9 +12,9 @@ from math import prod
 from typing import Any, NamedTuple
 
 from pyg_dfgnn.ir.domains import D, E, One, S, U, V
-from pyg_dfgnn.ir.lanes import MAX_JOINED, MAX_SHORT
 from pyg_dfgnn.ir.pointwise import POINTWISE
-from pyg_dfgnn.ir.program import Builder, Program, Value, rewrite, through
+from pyg_dfgnn.ir.program import Builder, Program, Value, rewrite, skip_views
+from pyg_dfgnn.ir.register_layout import MAX_JOINED, MAX_SHORT
 
 MAX_WEIGHTS = 4096
 """Numbers of a weight: of more, what lanes have in flight does not fit their registers."""
@@ -68,9 +68,9 @@ def find(program: Program) -> Narrow:
                 parts |= _parts(values, short)
             elif values[short].op == "slice":
                 parts.add(short)
-                rows.add(through(values, values[short].args[0]))
+                rows.add(skip_views(values, values[short].args[0]))
             else:
-                rows.add(through(values, short))
+                rows.add(skip_views(values, short))
     return Narrow(*(frozenset(ids) for ids in (*kinds.values(), rows, parts)))
 
 
@@ -156,7 +156,7 @@ def _is_sum_of_outer(values: Sequence[Value], i: int) -> bool:
 
 def _is_computed(values: Sequence[Value], i: int) -> bool:
     """Whether a row is one that registers compute rather than one that is stored anyhow."""
-    return values[through(values, i)].op in (*POINTWISE, "expand", "fold")
+    return values[skip_views(values, i)].op in (*POINTWISE, "expand", "fold")
 
 
 def _is_short(values: Sequence[Value], i: int, width: int) -> bool:

@@ -16,11 +16,10 @@ from pyg_dfgnn.dispatch.segment import FAMILY, SegmentProblem, max_channels
 from pyg_dfgnn.fallback import NO_DEVICE, SMALL, report_fallback
 from pyg_dfgnn.graph import Graph
 from pyg_dfgnn.graph.forms import INDEX_DTYPES
-from pyg_dfgnn.graph.groups import graph_of_index, known_graph
-from pyg_dfgnn.nn.drop_ins import Description, shown
-from pyg_dfgnn.ops import groups
+from pyg_dfgnn.graph.segment import graph_of_index, known_graph
+from pyg_dfgnn.nn.registry import Description, shown
+from pyg_dfgnn.ops import segment
 from pyg_dfgnn.ops.eager import is_eager, is_plain
-from pyg_dfgnn.ops.segment import aggregate
 from pyg_dfgnn.ops.visits import is_few, is_left, is_new, is_refilled, may_be_left, may_not_wait
 from pyg_dfgnn.statements.segment import EXTREMES, STATS
 
@@ -139,7 +138,7 @@ def check_offsets(x: Tensor, ptr: Tensor) -> None:
             raise ValueError(f"'ptr' needs to end at the number of rows {x.size(0)} (got {num_edges})")
 
 
-def rows_of(x: Tensor, dim: int) -> Tensor:
+def as_rows(x: Tensor, dim: int) -> Tensor:
     """Return the values as a matrix [E, F]."""
     rows = x.movedim(dim, 0)
     return rows.unsqueeze(1) if rows.dim() == 1 else rows.flatten(1)
@@ -167,23 +166,23 @@ def reduce(
     Returns:
         One tensor [..., G, ...] per statistic.
     """
-    graph, rows = graph_of(index, ptr, dim_size), rows_of(x, dim)
+    graph, rows = graph_of(index, ptr, dim_size), as_rows(x, dim)
     names = [NAMES[stat] for stat in stats]
     # PyG takes `torch.segment_reduce` where it has offsets alone, and `scatter_reduce` elsewhere.
     apart = {name for name in names if name in EXTREMES} if index is None else set()
     together = [name for name in names if name not in apart]
-    outs = [aggregate(graph, rows, together[0])] if len(together) == 1 else []
+    outs = [segment.aggregate(graph, rows, together[0])] if len(together) == 1 else []
     if len(together) > 1:
-        outs = list(aggregate(graph, rows, together).unbind(1))
+        outs = list(segment.aggregate(graph, rows, together).unbind(1))
     waiting = iter(outs)
     return [
-        shaped(groups.segment_extreme(graph, rows, name) if name in apart else next(waiting), x, dim) for name in names
+        shaped(segment.segment_extreme(graph, rows, name) if name in apart else next(waiting), x, dim) for name in names
     ]
 
 
 def softmax(x: Tensor, index: Tensor | None, ptr: Tensor | None, dim_size: int | None, dim: int) -> Tensor:
     """Return the softmax within groups in the shape of `x`; the arguments are those of :func:`reduce`."""
-    return shaped(groups.softmax(graph_of(index, ptr, dim_size), rows_of(x, dim)), x, dim)
+    return shaped(segment.softmax(graph_of(index, ptr, dim_size), as_rows(x, dim)), x, dim)
 
 
 def scatter(

@@ -109,7 +109,7 @@ class IndexSpace:
                     types[domain] = name, type_of
         elif kept:
             # The streams of the graph are its own.
-            lists = graph.peek(_PLAIN)
+            lists = graph.get(_PLAIN)
         if kept and lists is None:
             anchors = [type_of for _, type_of in types.values()]
             key = "rows", tuple(types), num_types

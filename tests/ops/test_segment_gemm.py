@@ -9,7 +9,7 @@ import torch
 from pyg_dfgnn.dispatch import gpu
 from pyg_dfgnn.graph.derived import Derived
 from pyg_dfgnn.graph.typed_rows import TypedRows, one_type
-from pyg_dfgnn.ops.relational.gemm import SegmentLinear, SegmentOuter
+from pyg_dfgnn.ops.relational.segment_gemm import SegmentLinear, SegmentOuter
 from pyg_dfgnn.reference import segment_gemm as reference
 from pyg_dfgnn.reference.tolerances import assert_close, relative_error
 from tests.emu import require_compiler

@@ -162,7 +162,7 @@ class LayerReport(NamedTuple):
         return "drop-in" if self.drop_in else "compiled" if self.compiled else "left"
 
 
-def rows_of(model: torch.nn.Module) -> Iterator[tuple[Any, LayerReport]]:
+def layer_rows(model: torch.nn.Module) -> Iterator[tuple[Any, LayerReport]]:
     """Yield every layer that passes messages or that is, or derives from, a class that :func:`drop_ins` has.
 
     The layers inside a layer that has a drop-in are part of it.

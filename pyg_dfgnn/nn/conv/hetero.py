@@ -10,21 +10,22 @@ from torch import Tensor
 from torch_geometric.typing import EdgeType
 
 from pyg_dfgnn.graph import Graph
-from pyg_dfgnn.graph.joint import joint_graph, known_joint
-from pyg_dfgnn.nn import edges
+from pyg_dfgnn.graph.hetero import joint_graph, known_joint
+from pyg_dfgnn.nn import conv_call
 from pyg_dfgnn.nn.conv.relational import RelationalConv
+from pyg_dfgnn.nn.conv_call import ConvCall
 from pyg_dfgnn.nn.gate import edge_reasons, module_reasons, reasons_on_device
 from pyg_dfgnn.ops.relational import RowSet
 
 
-class Sets(NamedTuple):
+class HeteroEdges(NamedTuple):
     """The edge sets of a call.
 
     Attributes:
         edge_index: Edge type -> edges.
         relations: Edge type -> number, of all edge types of the conv.
         sizes: Node type -> number of nodes, in the order in which the joint nodes lie.
-        numbers: What :func:`~pyg_dfgnn.graph.joint.joint_graph` takes beside the edges.
+        numbers: What :func:`~pyg_dfgnn.graph.hetero.joint_graph` takes beside the edges.
         graph: What it has made of these edges before; None if that is nothing.
     """
 
@@ -36,7 +37,7 @@ class Sets(NamedTuple):
 
 
 class _Numbered(NamedTuple):
-    """`relations` and `numbers` of :class:`Sets`, and edge types without parameters, or without features at an end."""
+    """`relations` and `numbers` of :class:`HeteroEdges`, and edge types without parameters or features at an end."""
 
     relations: Mapping[EdgeType, int]
     numbers: tuple[int, ...]
@@ -62,7 +63,7 @@ _numbered_before = lru_cache(64)(_numbered)
 class JointConv(RelationalConv):
     """A drop-in conv on dicts of features and edges.
 
-    Its `_ask_joint(x_dict, edge_index_dict, ...)` asks the gate; the call holds :class:`Sets` in place of edges.
+    Its `_ask_joint(x_dict, edge_index_dict, ...)` asks the gate; the call holds :class:`HeteroEdges` in place of edges.
     """
 
     def _ask_joint(
@@ -73,7 +74,7 @@ class JointConv(RelationalConv):
         edge_types: Sequence[EdgeType],
         weight: Tensor,
         reasons: Sequence[str] = (),
-    ) -> edges.ConvCall:
+    ) -> ConvCall:
         """Ask the gate about a call.
 
         Args:
@@ -97,7 +98,7 @@ class JointConv(RelationalConv):
         features = list(nodes.values())
         if not features or not all(isinstance(x, Tensor) and x.dim() == 2 for x in features):
             against.append("x_dict has no matrix [N, F] for each node type")
-            return edges.ConvCall(against, (), Sets(edge_index_dict, {}, {}), "dict")
+            return ConvCall(against, (), HeteroEdges(edge_index_dict, {}, {}), "dict")
         first = features[0]
         if any(x.dtype is not first.dtype or x.device != first.device for x in features):
             against.append("the features in x_dict have several dtypes or devices")
@@ -112,43 +113,45 @@ class JointConv(RelationalConv):
             against.append("edge_index_dict is empty")
         edge_sets = tuple(edge_index_dict.values())
         graph = None if compiling or unknown else known_joint(edge_sets, numbers)
-        sets = Sets(edge_index_dict, relations, sizes, numbers, graph)
+        sets = HeteroEdges(edge_index_dict, relations, sizes, numbers, graph)
         # No graph is made of edges that something is against.
         if graph is None or graph.device != first.device:
             for edge_type in (name for name in edge_index_dict if name not in unknown):
                 against += self._edge_set_reasons(sets, edge_type, first.device)
         problem = self._storage_dtype(first), first.device
         against += reasons_on_device(type(self), first.device, *problem)
-        return edges.ConvCall(against, problem, sets, "dict")
+        return ConvCall(against, problem, sets, "dict")
 
-    def _edge_set_reasons(self, sets: Sets, edge_type: EdgeType, device: torch.device) -> list[str]:
+    def _edge_set_reasons(self, sets: HeteroEdges, edge_type: EdgeType, device: torch.device) -> list[str]:
         """Return what the edges of one type have against the fused forward."""
         edge_index, sizes = sets.edge_index[edge_type], [sets.sizes[edge_type[0]], sets.sizes[edge_type[-1]]]
-        form = edges.form_of(edge_index)
-        if form not in edges.FORMS:
+        form = conv_call.form_of(edge_index)
+        if form not in conv_call.FORMS:
             return [f"the edges of {edge_type} are a {form}"]
         if form != "tensor" and torch.compiler.is_compiling():
             return [f"the edges of {edge_type} are a {form} while compiling"]
         reasons = edge_reasons(edge_index, form, "source_to_target", device)
         if form == "Graph":
-            edges.check_sizes(edge_index, "source_to_target", sizes, None)
+            conv_call.check_sizes(edge_index, "source_to_target", sizes, None)
             reasons += ["a RefilledGraph in edge_index_dict"] if edge_index.is_static else []
         elif form != "tensor":
-            declared = edges.declared_sizes(edge_index, form, "source_to_target")
+            declared = conv_call.declared_sizes(edge_index, form, "source_to_target")
             if any(have is not None and have != want for have, want in zip(declared, sizes)):
                 reasons.append(f"the edges of {edge_type} are between {declared} nodes and the features of {sizes}")
         return reasons
 
-    def _graph(self, call: edges.ConvCall) -> Graph | RowSet:
-        sets: Sets = call.edge_index
+    def _graph(self, call: ConvCall) -> Graph | RowSet:
+        sets: HeteroEdges = call.edge_index
         edge_sets = tuple(sets.edge_index.values())
         if torch.compiler.is_compiling():
             return RowSet("joint", edge_sets, sets.numbers)
         return joint_graph(edge_sets, sets.numbers) if sets.graph is None else sets.graph
 
-    def _fall_back(self, call: edges.ConvCall, x: Any, *args: Any, **kwargs: Any) -> Any:
+    def _fall_back(self, call: ConvCall, x: Any, *args: Any, **kwargs: Any) -> Any:
         plain = {
-            name: edges.edges_in_flow(edge_index, "source_to_target") if isinstance(edge_index, Graph) else edge_index
+            name: conv_call.edges_in_flow(edge_index, "source_to_target")
+            if isinstance(edge_index, Graph)
+            else edge_index
             for name, edge_index in call.edge_index.edge_index.items()
         }
         return super()._fall_back(call._replace(edge_index=plain), x, *args, **kwargs)
