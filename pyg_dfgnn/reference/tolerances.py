@@ -1,7 +1,8 @@
 """How far a result may be from its float64 reference: one table for tests and bench.
 
-Import ``tolerance`` for one row, ``assert_close`` and ``assert_all_close`` to compare tensors, ``relative_error`` and
-``largest_errors`` for the two measures, ``worst_beside`` where PyG's own error decides.
+Import ``tolerance`` for one row, ``elementwise`` for bounds by element, ``assert_close`` and ``assert_all_close`` to
+compare tensors, ``relative_error`` and ``largest_errors`` for the two measures, ``worst_beside`` where PyG's own error
+decides.
 """
 
 from __future__ import annotations
@@ -95,6 +96,43 @@ TOLERANCES: dict[tuple[str, str, str], Tolerance] = {
     ("gemm", "float64", FORWARD): Tolerance(1e-10, None, _FP64),
     ("gemm", "float64", BACKWARD): Tolerance(1e-10, None, _FP64),
 }
+
+
+class Elementwise(NamedTuple):
+    """Bounds of `torch.testing.assert_close`, which measures every element by itself.
+
+    Attributes:
+        rtol: Part that is relative to the element.
+        atol: Part that is not, for elements whose terms cancel.
+        reason: What the bounds allow for.
+    """
+
+    rtol: float
+    atol: float
+    reason: str
+
+
+ELEMENTWISE: dict[str, Elementwise] = {
+    # dtype, or dtype/what is compared.
+    "float32": Elementwise(1e-4, 1e-5, "two orders of additions in fp32; an element may be a rest of large terms"),
+    "float32/few_terms": Elementwise(1e-5, 1e-5, "sums of few terms in fp32 beside float64"),
+    "float32/one_formula": Elementwise(1e-5, 1e-6, "one formula in fp32, whose steps are grouped in two ways"),
+    "float32/rounding": Elementwise(1e-6, 1e-6, "a few roundings of fp32 in numbers of about 1"),
+    "float32/gradients": Elementwise(1e-4, 1e-4, "gradients and logits in fp32 of about 10, whose large terms cancel"),
+    "float32/steps": Elementwise(1e-3, 1e-4, "losses in fp32 after a few steps, each of which enlarges a difference"),
+    "float32/many_steps": Elementwise(5e-3, 5e-4, "losses in fp32 after tens of steps on a GPU"),
+    "16 bits": Elementwise(2e-2, 2e-2, "bf16 or fp16 storage: two to three roundings of 2^-9"),
+    "float64": Elementwise(1e-10, 1e-10, "two orders of additions in float64"),
+    "float64/programs": Elementwise(1e-9, 1e-9, "float64 through several layers or steps, added in two orders"),
+    "float64/messages": Elementwise(1e-9, 1e-11, "messages and their gradients in float64, added in two orders"),
+    "float64/rounding": Elementwise(1e-12, 1e-12, "a few roundings of float64 in numbers of about 1"),
+}
+
+
+def elementwise(name: str) -> dict[str, float]:
+    """Return a row of the bounds by element as the arguments `rtol` and `atol`."""
+    row = ELEMENTWISE[name]
+    return {"rtol": row.rtol, "atol": row.atol}
 
 
 def tolerance(dtype: torch.dtype | str, direction: str = FORWARD, op: str = "attention") -> Tolerance:

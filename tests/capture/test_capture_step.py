@@ -19,6 +19,7 @@ from pyg_dfgnn.capture.watch import data_watches
 from pyg_dfgnn.errors import StaleError, UnsupportedError
 from pyg_dfgnn.graph import DeviceDataset, Graph
 from pyg_dfgnn.models import GAT
+from pyg_dfgnn.reference.tolerances import elementwise
 from pyg_dfgnn.settings import local_settings
 from tests.capture.test_step import HostRecorder, graph
 from tests.emu import needs_compiler
@@ -130,13 +131,13 @@ def test_replays_read_features_and_rates_as_they_are(kind):
         torch.manual_seed(number)
         want, out = by_hand(left, masked_loss, optimizer, [data], plain)
         torch.manual_seed(number)
-        torch.testing.assert_close(step(), want[0], rtol=1e-5, atol=1e-6)
-        torch.testing.assert_close(step.output, out, rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(step(), want[0], **elementwise("float32/one_formula"))
+        torch.testing.assert_close(step.output, out, **elementwise("float32/one_formula"))
         for schedule in schedules:
             schedule.step()
     assert step.recorder.replays == STEPS - CapturedStep.WARM_UPS
     for a, b in zip(left.parameters(), right.parameters(), strict=True):
-        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(a, b, **elementwise("float32"))
 
 
 class Pooled(nn.Module):
@@ -181,7 +182,7 @@ def test_batches_of_a_loader(on):
     recorder = HostRecorder(other) if on == "recorder" else None
     step = capture_step(right, weighted_loss, other, loader, forward=call, recorder=recorder)
     losses = torch.stack([step(batch) for batch in batches])
-    torch.testing.assert_close(losses, want, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(losses, want, **elementwise("float32"))
     assert step.output.shape == batches[-1].y.shape
     assert (type(step) is Step) == (on == "cpu") and (recorder is None or recorder.replays == len(batches) - 3)
     torch.testing.assert_close(step.evaluate(batches[0]), weighted_loss(call(right, batches[0]), batches[0]))
@@ -204,7 +205,7 @@ def test_pools_of_batches_on_the_kernels(name, monkeypatch):
         options = {"forward": pooled, "recorder": HostRecorder(other)}
         step = capture_step(right, weighted_loss, other, loader, **options)
         losses = torch.stack([step(batch) for batch in batches])
-    torch.testing.assert_close(losses, want, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(losses, want, **elementwise("float32"))
     assert step.recorder.replays and "segment_backward_sources" in launched
 
 
@@ -219,7 +220,7 @@ def test_edge_features_of_batches_on_the_kernels(conv):
         options = {"forward": call, "recorder": HostRecorder(other)}
         step = capture_step(right, weighted_loss, other, Capacity.of(resident, 2), **options)
         losses = torch.stack([step(batch) for batch in batches])
-    torch.testing.assert_close(losses, want, rtol=1e-3, atol=1e-4)
+    torch.testing.assert_close(losses, want, **elementwise("float32/steps"))
     assert step.recorder.replays == 2 and launched
 
 

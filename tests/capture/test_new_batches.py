@@ -17,6 +17,7 @@ from pyg_dfgnn.errors import IdRangeError
 from pyg_dfgnn.graph import Graph, RefilledGraph
 from pyg_dfgnn.ops.graph import refill, reports
 from pyg_dfgnn.ops.visits import refilled
+from pyg_dfgnn.reference.tolerances import elementwise
 from pyg_dfgnn.settings import local_settings
 from tests.capture.test_step import HostRecorder
 from tests.emu import needs_compiler
@@ -160,7 +161,7 @@ def compare(make, monkeypatch, count=CapturedStep.WARM_UPS + 6):
     with emulated_device() as launched:
         step = capture_step(right, loss, second, loader, forward=call, recorder=HostRecorder(second))
         losses = torch.stack([step(batch) for batch in batches])
-    torch.testing.assert_close(losses, want, rtol=1e-3, atol=1e-4)
+    torch.testing.assert_close(losses, want, **elementwise("float32/steps"))
     for (name, a), (_, b) in zip(right.state_dict().items(), left.state_dict().items(), strict=True):
         torch.testing.assert_close(a, b, rtol=1e-2, atol=1e-3, msg=lambda text, name=name: f"{name}: {text}")
     assert step.recorder.replays == count - CapturedStep.WARM_UPS
@@ -245,7 +246,7 @@ def test_ids_out_of_range_are_told_by_the_next_step(name, beyond):
         good.edge_index, good.edge_attr = good.edge_index[:, keep], good.edge_attr[keep]
         with torch.no_grad():
             want = loss(copy.deepcopy(model)(good), good)
-        torch.testing.assert_close(step(bad), want, rtol=1e-3, atol=1e-4)
+        torch.testing.assert_close(step(bad), want, **elementwise("float32/steps"))
         with pytest.raises(IdRangeError, match=f"source id {number} of {num_nodes} nodes, in this call or an earlier"):
             step(next(iter(loader)))
         assert step(next(iter(loader))).isfinite()

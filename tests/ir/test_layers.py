@@ -9,6 +9,7 @@ from pyg_dfgnn.ir import IndexSpace, interpret
 from pyg_dfgnn.ir.layers import hgt, rgat, rgcn_bases, rgcn_mean, rgcn_sum
 from pyg_dfgnn.ir.passes import optimise
 from pyg_dfgnn.ir.trace import Relational
+from pyg_dfgnn.reference.tolerances import elementwise
 from tests.covering import over
 from tests.ir.cases import GRAPHS, TYPES, rows_named
 
@@ -45,10 +46,10 @@ def compare(conv: torch.nn.Module, leaves: dict[str, Tensor], got: dict[str, Ten
         gradients.append([torch.zeros_like(x) if g is None else g for x, g in zip(leaves.values(), pulled)])
     for name in want:
         torch.testing.assert_close(
-            got[name], want[name], rtol=1e-10, atol=1e-10, msg=lambda text, n=name: f"{n}: {text}"
+            got[name], want[name], **elementwise("float64"), msg=lambda text, n=name: f"{n}: {text}"
         )
     for name, mine, theirs in zip(leaves, *gradients):
-        torch.testing.assert_close(mine, theirs, rtol=1e-10, atol=1e-10, msg=lambda text, n=name: f"d_{n}: {text}")
+        torch.testing.assert_close(mine, theirs, **elementwise("float64"), msg=lambda text, n=name: f"d_{n}: {text}")
 
 
 @over(

@@ -11,7 +11,7 @@ from pyg_dfgnn.dispatch.attention.problem import AttentionProblem
 from pyg_dfgnn.graph import Graph
 from pyg_dfgnn.graph.node_ranges import diagonal_blocks
 from pyg_dfgnn.ops.attention import functional as ops
-from pyg_dfgnn.reference.tolerances import BACKWARD, assert_all_close, tolerance
+from pyg_dfgnn.reference.tolerances import BACKWARD, assert_all_close, elementwise, tolerance
 from pyg_dfgnn.settings import local_settings, settings
 from pyg_dfgnn.statements.attention import FORWARD
 from pyg_dfgnn.statements.op import DIRECTIONS
@@ -216,7 +216,7 @@ def test_add_takes_factors_of_close_scalars(kind, slope, spread, factored):
     rows = largest(logits, graph)
     window = torch.nn.functional.leaky_relu(target + source.max(), slope) / math.log(2)
     torch.testing.assert_close(
-        maxima[has_edges].double(), (window if factored else rows)[has_edges], rtol=1e-6, atol=1e-6
+        maxima[has_edges].double(), (window if factored else rows)[has_edges], **elementwise("float32/rounding")
     )
     assert bool((window > rows + 0.1)[has_edges].any())
     with products(kind), emulated_device():
@@ -240,7 +240,9 @@ def test_scalars_of_add_that_no_factor_holds(name, number):
         with local_settings(schedule=schedule, fallback="error"), torch.no_grad(), emulated_device() as launched:
             results[schedule] = ops.add_attention(graph, **problem.inputs)
         assert (ENTRIES["forward"] in launched) == (schedule == "block_mma")
-    torch.testing.assert_close(results["block_mma"], results["row_split"], rtol=1e-6, atol=1e-6, equal_nan=True)
+    torch.testing.assert_close(
+        results["block_mma"], results["row_split"], **elementwise("float32/rounding"), equal_nan=True
+    )
     assert bool(results["block_mma"][:17].isfinite().all())
 
 
@@ -265,7 +267,9 @@ def test_bound_of_the_longest_segment(longest):
     graph.derived("diagonal_blocks", lambda: blocks)
     problem = problem_of("add", graph, channels=8)
     _, maxima, _ = forward_pass(problem, graph)
-    is_largest = torch.isclose(maxima.double(), largest(add_logits(problem, 0.2), graph), rtol=1e-6, atol=1e-6)
+    is_largest = torch.isclose(
+        maxima.double(), largest(add_logits(problem, 0.2), graph), **elementwise("float32/rounding")
+    )
     assert bool(is_largest[graph.csr.rowptr.diff() > 0].all()) == (longest > 512)
     check_tiles(problem, graph)
 

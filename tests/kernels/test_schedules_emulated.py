@@ -6,6 +6,7 @@ import torch
 from pyg_dfgnn.dispatch.attention import row_split
 from pyg_dfgnn.graph import Graph
 from pyg_dfgnn.ops.attention import functional as ops
+from pyg_dfgnn.reference.tolerances import elementwise
 from pyg_dfgnn.settings import settings
 from tests.emu import ORDERS, needs_compiler
 from tests.kernels.emulated import emulated_device
@@ -80,7 +81,7 @@ def test_huge_logits_neither_overflow_nor_vanish(schedule):
     with emulated_device() as launched:
         out = ops.add_attention(graph, value, alpha_src, alpha_dst)
     assert FORWARD[schedule] in launched
-    torch.testing.assert_close(out, value[:2].mean(0).expand(3, 1, 4), rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(out, value[:2].mean(0).expand(3, 1, 4), **elementwise("float32/rounding"))
 
 
 @pytest.mark.parametrize("schedule", FORWARD)
@@ -97,7 +98,7 @@ def test_zero_rows_under_the_norm(schedule):
     others = torch.arange(graph.num_dst) != 3
     for name, tensor in actual.items():
         rows = others if name in ("out", "grad x_src") else slice(None)
-        torch.testing.assert_close(tensor[rows].double(), expected[name][rows], rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(tensor[rows].double(), expected[name][rows], **elementwise("float32/few_terms"))
         assert tensor.isfinite().all(), name
 
 

@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 
 from pyg_dfgnn.datasets.files import SEARCH
-from pyg_dfgnn.reference.tolerances import tolerance
+from pyg_dfgnn.reference.tolerances import elementwise, tolerance
 
 
 def named(value, name="out"):
@@ -60,7 +60,7 @@ def assert_same(convs, *args, **kwargs):
     assert list(actual) == list(expected)
     for name, want in expected.items():
         torch.testing.assert_close(
-            actual[name], want, rtol=1e-10, atol=1e-10, msg=lambda text, name=name: f"{name}: {text}"
+            actual[name], want, **elementwise("float64"), msg=lambda text, name=name: f"{name}: {text}"
         )
 
 

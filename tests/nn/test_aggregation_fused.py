@@ -20,7 +20,7 @@ from pyg_dfgnn.graph import RefilledGraph
 from pyg_dfgnn.nn import gate
 from pyg_dfgnn.ops import segment
 from pyg_dfgnn.ops.graph import refill
-from pyg_dfgnn.reference.tolerances import assert_all_close, relative_error, tolerance
+from pyg_dfgnn.reference.tolerances import assert_all_close, elementwise, relative_error, tolerance
 from pyg_dfgnn.reference.zoo import edges, hub, random
 from tests.covering import extended, over
 from tests.emu import needs_compiler
@@ -153,7 +153,7 @@ def test_nothing_is_built_again(name, monkeypatch):
             call(conv, x, before, edge_index, after)
         edge_index[:, 0] = edge_index[:, 5]
         torch.testing.assert_close(
-            conv(x, *before, edge_index, *after), other(x, *before, edge_index, *after), rtol=1e-4, atol=1e-5
+            conv(x, *before, edge_index, *after), other(x, *before, edge_index, *after), **elementwise("float32")
         )
 
 
@@ -180,7 +180,7 @@ def test_self_loops_are_stored_only_where_the_edges_have_some(name):
         assert launched and any(graph.self_loops for graph in Graph.cached_of(edge_index)) == bool(loops)
         assert description.problem.self_loops == (not loops)
         assert description.graph == f"6 sources, 6 targets, {10 if loops else 4} edges"
-        torch.testing.assert_close(out, other(x, edge_index), rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(out, other(x, edge_index), **elementwise("float32/one_formula"))
 
 
 @pytest.mark.parametrize("case", ["edges", "loops", "scaled"])
@@ -227,7 +227,7 @@ def test_laplacian_of_a_graph_whose_loops_lie_between_its_edges(form):
     with emulated_device() as launched:
         out = conv(x, graph)
     assert launched
-    torch.testing.assert_close(out, other(x, graph.edge_index), rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(out, other(x, graph.edge_index), **elementwise("float32/one_formula"))
 
 
 def test_laplacian_of_edges_that_change_is_refused():
@@ -252,7 +252,7 @@ def test_what_is_done_to_a_cache_is_seen(change):
             else:
                 each.cached = False
             results.append(each(x, edge_index.flip(0)[:, :2]))
-    torch.testing.assert_close(*results, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(*results, **elementwise("float32/one_formula"))
 
 
 @pytest.mark.parametrize("name, options", [("GCNConv", {}), ("GATConv", {}), ("SAGEConv", {"aggr": ["sum", "max"]})])
@@ -265,7 +265,7 @@ def test_hooks_of_the_aggregation_take_pygs_path(name, options):
     with emulated_device() as launched:
         out = conv(x, EDGES)
     assert not launched
-    torch.testing.assert_close(out, other(x, EDGES), rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(out, other(x, EDGES), **elementwise("float32/one_formula"))
     assert "the aggregation module has hooks" in reasons_of(conv, x, EDGES)
 
 
@@ -291,8 +291,7 @@ def test_compile(name, weighted):
         torch.testing.assert_close(
             actual[key.replace("grad of ", "grad of _orig_mod.") if key not in actual else key],
             value,
-            rtol=1e-4,
-            atol=1e-5,
+            **elementwise("float32"),
         )
 
 
@@ -302,7 +301,7 @@ def test_compile_of_several_statistics(aggr):
     with emulated_device() as launched:
         out = torch.compile(conv, backend="aot_eager", fullgraph=True)(x, EDGES)
     assert launched
-    torch.testing.assert_close(out, conv(x, EDGES), rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(out, conv(x, EDGES), **elementwise("float32"))
 
 
 def test_compile_of_a_model_whose_aggregations_nobody_has_called(monkeypatch):
@@ -318,7 +317,7 @@ def test_compile_of_a_model_whose_aggregations_nobody_has_called(monkeypatch):
     with emulated_device() as launched:
         actual = torch.compile(call, backend="aot_eager", fullgraph=True)()
     assert launched
-    torch.testing.assert_close(actual, call(), rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(actual, call(), **elementwise("float32"))
 
 
 def test_compile_for_all_sizes_before_any_call(monkeypatch):
@@ -331,7 +330,7 @@ def test_compile_for_all_sizes_before_any_call(monkeypatch):
         with emulated_device() as launched:
             out = compiled(x, EDGES)
         assert launched
-        torch.testing.assert_close(out, conv(x, EDGES), rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(out, conv(x, EDGES), **elementwise("float32"))
 
 
 # The class and the gate ---------------------------------------------------------------------------------------------
@@ -352,7 +351,7 @@ def test_copies_and_accelerate(name):
         with emulated_device() as launched:
             out = other(x, *before, EDGES, *after)
         assert launched and type(other) is type(conv)
-        torch.testing.assert_close(out, expected, rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(out, expected, **elementwise("float32"))
     with emulated_device():
         assert [row.why for row in pyg_dfgnn.report(conv)] == [""]
 
@@ -474,7 +473,7 @@ def test_gradients_of_edge_weights_alone(name):
         with emulated_device():
             layer(x, *before, EDGES, leaf).sin().sum().backward()
         grads.append(leaf.grad)
-    torch.testing.assert_close(*grads, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(*grads, **elementwise("float32"))
 
 
 def test_a_graph_in_which_the_other_side_has_no_features():
@@ -485,7 +484,7 @@ def test_a_graph_in_which_the_other_side_has_no_features():
         _, after = rest_of(name, x, EDGES.size(1))
         plain = conv((x, None), graph, *after)
         with emulated_device() as launched:
-            torch.testing.assert_close(conv((x, None), graph, *after), plain, rtol=1e-4, atol=1e-5)
+            torch.testing.assert_close(conv((x, None), graph, *after), plain, **elementwise("float32"))
         assert launched and len(plain) == NUM_NODES + 2
 
 
@@ -503,4 +502,4 @@ def test_hetero_conv():
             results.append(HeteroConv(convs)(HETERO_X, HETERO_EDGES))
         assert bool(launched) is (library is ours)
     for key, expected in results[1].items():
-        torch.testing.assert_close(results[0][key], expected, rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(results[0][key], expected, **elementwise("float32"))

@@ -10,6 +10,7 @@ import torch_geometric.nn as pyg
 
 import pyg_dfgnn
 import pyg_dfgnn.nn as ours
+from pyg_dfgnn.reference.tolerances import elementwise
 from tests.covering import over
 from tests.kernels.emulated import emulated_device
 
@@ -46,7 +47,7 @@ def parameters(conv):
 
 
 def close(actual, expected):
-    torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(actual, expected, **elementwise("float32"))
 
 
 def penalty_of_a_constant_gradient(conv, x, edge_index):

@@ -20,6 +20,7 @@ from pyg_dfgnn.errors import UnsupportedError
 from pyg_dfgnn.fallback import NO_DEVICE, ON_CPU
 from pyg_dfgnn.nn.conv.attention import AttentionConv
 from pyg_dfgnn.nn.gate import HOOKS, METHODS
+from pyg_dfgnn.reference.tolerances import elementwise
 from tests.covering import over
 from tests.kernels.emulated import emulated_device
 from tests.nn.convs import EDGES, FEATURES, NAMES, NUM_NODES, make, reasons_of, trained
@@ -34,7 +35,7 @@ def pair(name, *libraries, **kwargs):
 
 
 def assert_same(actual, expected):
-    torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(actual, expected, **elementwise("float32"))
 
 
 MAX_FILES, MAX_CALLS = 14, 90
@@ -80,7 +81,7 @@ def test_a_replaced_method(name, method, where, x, monkeypatch):
     assert_same(*results)
     assert counts == [method in STEPS[name]] * 2
     assert reasons_of(convs[0], x, EDGES)[0] == f"'{method}' is overridden"
-    assert torch.allclose(results[0]["out"], plain["out"], rtol=1e-4, atol=1e-5) is (method not in STEPS[name])
+    assert torch.allclose(results[0]["out"], plain["out"], **elementwise("float32")) is (method not in STEPS[name])
 
 
 @pytest.mark.parametrize("hook", HOOKS)

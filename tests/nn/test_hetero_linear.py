@@ -10,6 +10,7 @@ import pyg_dfgnn
 import pyg_dfgnn.nn as ours
 from pyg_dfgnn.errors import UnsupportedError
 from pyg_dfgnn.graph import Graph
+from pyg_dfgnn.reference.tolerances import elementwise
 from tests.nn.convs import both, reasons_of
 from tests.nn.relational import results_of
 
@@ -34,7 +35,9 @@ def assert_same(layers, *args):
         actual, expected = (results_of(layer, *args) for layer in layers)
     assert list(actual) == list(expected)
     for name, want in expected.items():
-        torch.testing.assert_close(actual[name], want, rtol=1e-10, atol=1e-10, msg=lambda text, n=name: f"{n}: {text}")
+        torch.testing.assert_close(
+            actual[name], want, **elementwise("float64"), msg=lambda text, n=name: f"{n}: {text}"
+        )
 
 
 @pytest.mark.parametrize("bias", [True, False])

@@ -18,7 +18,7 @@ from pyg_dfgnn.frontend import Region
 from pyg_dfgnn.ir import materialize
 from pyg_dfgnn.nn import accelerate, messages
 from pyg_dfgnn.nn.registry import MARK
-from pyg_dfgnn.reference.tolerances import assert_all_close
+from pyg_dfgnn.reference.tolerances import assert_all_close, elementwise
 from pyg_dfgnn.reference.zoo import ZOO
 from pyg_dfgnn.settings import local_settings
 from tests.covering import extended
@@ -72,7 +72,9 @@ def test_captured_forwards_equal_pyg(name):
     with messages.interpreted(), watched() as captured:
         for graph in graphs:
             expected = outputs_and_gradients(layer, case, ZOO[graph]())
-            assert_results(outputs_and_gradients(marked, case, ZOO[graph]()), expected, rtol=1e-9, atol=1e-11)
+            assert_results(
+                outputs_and_gradients(marked, case, ZOO[graph]()), expected, **elementwise("float64/messages")
+            )
     if case.expected == "traced":
         assert captured.programs and captured.is_fused == (name not in PARTLY), captured.reasons
     # One graph for all sizes, but for those of code around the messages that breaks it.
@@ -87,7 +89,7 @@ def test_what_no_program_has_is_torchs(name):
     expected = outputs_and_gradients(layer, REFUSED[name], ZOO["self-loops"]())
     with messages.interpreted(), watched() as captured:
         results = outputs_and_gradients(marked, REFUSED[name], ZOO["self-loops"]())
-    assert_results(results, expected, rtol=1e-9, atol=1e-11)
+    assert_results(results, expected, **elementwise("float64/messages"))
     assert any(REFUSED[name].expected in reason and "_conv.py:" in reason for reason in captured.reasons)
 
 
@@ -504,7 +506,7 @@ def test_kernels_run_messages(name):
     with emulated_device() as launched, local_settings(fallback="error"), watched() as calls:
         results = outputs_and_gradients(marked.float(), case, graph, torch.float32)
     assert calls.is_fused and launched
-    assert_results(results, expected, rtol=1e-4, atol=1e-4, check_dtype=False)
+    assert_results(results, expected, **elementwise("float32/gradients"), check_dtype=False)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -539,7 +541,7 @@ def test_rows_of_edges_that_are_mapped_are_stored():
     with emulated_device() as launched, watched() as captured:
         results = outputs_and_gradients(marked.float(), case, graph, torch.float32)
     assert {"relational_map", "relational_traversal"} <= set(launched) and not captured.left
-    assert_results({name: x.double() for name, x in results.items()}, expected, rtol=1e-4, atol=1e-4)
+    assert_results({name: x.double() for name, x in results.items()}, expected, **elementwise("float32/gradients"))
 
 
 class NoKernel(MessagePassing):

@@ -10,6 +10,7 @@ from pyg_dfgnn.datasets import entities, fb15k237
 from pyg_dfgnn.ir import D, E, One, R, S, U, V
 from pyg_dfgnn.ir.passes import rounded
 from pyg_dfgnn.nn.conv import hgt_conv
+from pyg_dfgnn.reference.tolerances import elementwise
 from pyg_dfgnn.runtime import launcher
 from tests.ir.cases import ALL_GRAPHS, GRAPHS
 from tests.kernels.emulated import emulated_device
@@ -140,8 +141,8 @@ def test_rgat_dropout():
         torch.manual_seed(5)
         results.append(conv(x, edges.edge_index, edges.edge_type, return_attention_weights=True))
     (out, (_, alpha)), (expected, (_, expected_alpha)) = results
-    torch.testing.assert_close(out, expected, rtol=1e-10, atol=1e-10)
-    torch.testing.assert_close(alpha, expected_alpha, rtol=1e-10, atol=1e-10)
+    torch.testing.assert_close(out, expected, **elementwise("float64"))
+    torch.testing.assert_close(alpha, expected_alpha, **elementwise("float64"))
 
 
 @pytest.mark.parametrize("missing", [(), ("c", "d")])
@@ -204,7 +205,7 @@ def test_hgt(heads):
     assert_same(convs, x_dict, {t: e[:, :0] for t, e in edges.items()})
     # PyG takes the weights of other relations where edge types come in another order.
     turned = convs[0](some[0], dict(reversed(some[1].items())))
-    torch.testing.assert_close(turned, convs[1](*some), rtol=1e-10, atol=1e-10)
+    torch.testing.assert_close(turned, convs[1](*some), **elementwise("float64"))
 
 
 FORMS = {
@@ -232,9 +233,9 @@ def test_forms_of_edges(name, form, flow):
     actual, expected = convs[0](x, edges, types, **options), convs[1](x, edge_index, edge_type, **options)
     if options:
         (actual, (edges, alpha)), (expected, (_, expected_alpha)) = actual, expected
-        torch.testing.assert_close(alpha, expected_alpha, rtol=1e-10, atol=1e-10)
+        torch.testing.assert_close(alpha, expected_alpha, **elementwise("float64"))
         assert torch.equal(torch.as_tensor(edges).long(), edge_index)
-    torch.testing.assert_close(actual, expected, rtol=1e-10, atol=1e-10)
+    torch.testing.assert_close(actual, expected, **elementwise("float64"))
 
 
 @pytest.mark.parametrize("name", ["RGCNConv", "FastRGCNConv"])
@@ -283,7 +284,7 @@ def test_forms_of_edges_in_dicts(form):
     assert convs[0]._call(x_dict, adjacencies).reasons == []
     actual, expected = convs[0](x_dict, adjacencies), convs[1](x_dict, edges)
     assert list(actual) == list(expected)
-    torch.testing.assert_close(actual, expected, rtol=1e-10, atol=1e-10)
+    torch.testing.assert_close(actual, expected, **elementwise("float64"))
 
 
 @pytest.mark.parametrize("name", ["AIFB", "MUTAG"])

@@ -14,6 +14,7 @@ import pyg_dfgnn.nn as ours
 from pyg_dfgnn import Graph
 from pyg_dfgnn.errors import UnsupportedError
 from pyg_dfgnn.graph.hetero import joint_graph, known_joint
+from pyg_dfgnn.reference.tolerances import elementwise
 from tests.ir.cases import GRAPHS
 from tests.nn.convs import reasons_of
 from tests.nn.relational import METADATA, NODES, WIDTHS, hetero
@@ -49,7 +50,7 @@ def arguments(name):
 
 
 def assert_equal(actual, expected):
-    torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(actual, expected, **elementwise("float32"))
 
 
 @all_convs

@@ -13,6 +13,7 @@ from pyg_dfgnn.nn import gate
 from pyg_dfgnn.ops import function as op_function
 from pyg_dfgnn.ops.function import ops
 from pyg_dfgnn.ops.relational.traced import KIND
+from pyg_dfgnn.reference.tolerances import elementwise
 from tests.covering import extended
 from tests.ir.cases import GRAPHS
 from tests.nn.convs import both
@@ -79,7 +80,9 @@ def test_once_for_all_sizes(key, runs):
             actual = {n.replace("d__orig_mod.", "d_"): t for n, t in actual.items()}
             assert actual.keys() == expected.keys()
             for n, want in expected.items():
-                torch.testing.assert_close(actual[n], want, rtol=1e-9, atol=1e-9, msg=lambda text, n=n: f"{n}: {text}")
+                torch.testing.assert_close(
+                    actual[n], want, **elementwise("float64/programs"), msg=lambda text, n=n: f"{n}: {text}"
+                )
     assert counters["stats"]["unique_graphs"] == 1
     # For each graph both directions of each program, of which HEAT has three.
     assert len(runs) == 4 * {"heat": 3}.get(key, 1)
@@ -102,7 +105,7 @@ def test_attention_weights_and_their_gradient(runs):
     call = (*arguments("rgat"), None, None, True)
     actual, expected = results_of(compiled(layer), *call), results_of(oracle, *call)
     assert runs
-    torch.testing.assert_close(list(actual.values()), list(expected.values()), rtol=1e-9, atol=1e-9)
+    torch.testing.assert_close(list(actual.values()), list(expected.values()), **elementwise("float64/programs"))
 
 
 @pytest.mark.filterwarnings("error:Dynamo detected")
@@ -119,7 +122,9 @@ def test_numbers_of_any_integer_type(key, number, runs):
     with pyg_dfgnn.local_settings(fallback="error"):
         for function in (layer, compiled(layer)):
             actual = results_of(function, *call)
-            torch.testing.assert_close(list(actual.values()), list(expected.values()), rtol=1e-9, atol=1e-9)
+            torch.testing.assert_close(
+                list(actual.values()), list(expected.values()), **elementwise("float64/programs")
+            )
     assert runs
 
 
@@ -129,7 +134,7 @@ def test_another_number_of_the_module_compiles_anew():
     function, call = compiled(layer), arguments("rgat")
     for slope in (0.2, 0.7):
         layer.negative_slope = oracle.negative_slope = slope
-        torch.testing.assert_close(function(*call), oracle(*call), rtol=1e-9, atol=1e-9)
+        torch.testing.assert_close(function(*call), oracle(*call), **elementwise("float64/programs"))
     assert counters["stats"]["unique_graphs"] == 2
 
 
@@ -153,7 +158,7 @@ def test_dropout():
     for function in (layer, compiled(layer)):
         torch.manual_seed(5)
         results.append(list(results_of(function, *arguments("rgat")).values()))
-    torch.testing.assert_close(*results, rtol=1e-9, atol=1e-9)
+    torch.testing.assert_close(*results, **elementwise("float64/programs"))
 
 
 REFUSED = {
@@ -170,7 +175,7 @@ def test_pygs_path(name, caplog, runs):
     x = x if isinstance(x, dict) else torch.arange(x.size(0))
     sizes = (len(x), 4, NUM_RELATIONS) if name == "FastRGCNConv" else (WIDTHS, 8, METADATA)
     layer, oracle = both(name, *sizes)
-    torch.testing.assert_close(compiled(layer)(x, *edges), oracle(x, *edges), rtol=1e-9, atol=1e-9)
+    torch.testing.assert_close(compiled(layer)(x, *edges), oracle(x, *edges), **elementwise("float64/programs"))
     assert reason in caplog.text and not runs
 
 

@@ -1,10 +1,16 @@
 """The one table of tolerances, and what compares with it."""
 
+import ast
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+
 import pytest
 import torch
 
 from pyg_dfgnn.reference.tolerances import (
     BACKWARD,
+    ELEMENTWISE,
     FORWARD,
     TOLERANCES,
     assert_all_close,
@@ -60,3 +66,25 @@ def test_a_schedule_without_a_row_has_that_of_its_op():
     assert tolerance("float16", BACKWARD, "attention/block_mma").largest > tolerance("float16", BACKWARD).largest
     with pytest.raises(KeyError):
         tolerance("int8")
+
+
+def inline_bounds(tree: ast.Module) -> Iterator[tuple[float, float]]:
+    """Bounds `rtol` and `atol` that calls have as numbers, and not from the table; those of 0 are exact comparisons."""
+    for call in (node for node in ast.walk(tree) if isinstance(node, ast.Call)):
+        bounds = {word.arg: word.value.value for word in call.keywords if isinstance(word.value, ast.Constant)}
+        if bounds.get("rtol") or bounds.get("atol"):
+            yield bounds.get("rtol", 0.0), bounds.get("atol", 0.0)
+
+
+def test_bounds_of_elements_that_many_tests_share_are_in_the_table():
+    assert all(0 < row.rtol < 0.1 and 0 < row.atol < 0.1 and row.reason for row in ELEMENTWISE.values())
+    assert len({row[:2] for row in ELEMENTWISE.values()}) == len(ELEMENTWISE)
+    files = sorted(Path(__file__).parents[1].rglob("*.py"))
+    found = Counter(bounds for path in files for bounds in inline_bounds(ast.parse(path.read_text())))
+    assert found and {bounds: times for bounds, times in found.items() if times > 2} == {}
+    assert found.keys().isdisjoint({row[:2] for row in ELEMENTWISE.values()})
+
+
+def test_inline_bounds_are_seen():
+    text = "f(a, b, rtol=1e-4, atol=1e-5)\nf(rtol=0, atol=0)\nf(**elementwise('float32'))\nf(x, atol=1e-3)"
+    assert list(inline_bounds(ast.parse(text))) == [(1e-4, 1e-5), (0.0, 1e-3)]

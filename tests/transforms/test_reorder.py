@@ -19,6 +19,7 @@ import pyg_dfgnn
 import pyg_dfgnn.nn as ours
 from pyg_dfgnn.graph import DeviceDataset, Graph
 from pyg_dfgnn.graph.reorder import METHODS
+from pyg_dfgnn.reference.tolerances import elementwise
 from pyg_dfgnn.reference.zoo import ZOO, random, zoo
 from pyg_dfgnn.transforms import Reorder, break_even_epochs, restore_order
 
@@ -106,7 +107,7 @@ def test_a_conv_gives_the_rows_and_gradients_of_the_old_order(name, conv):
         grads = torch.autograd.grad((rows * weight).sum(), leaves, allow_unused=True, materialize_grads=True)
         results[data is after] = [rows, grads[0] if data is before else restore_order(grads[0], after), *grads[1:]]
     for old, new in zip(*results.values(), strict=True):
-        torch.testing.assert_close(new, old, rtol=1e-12, atol=1e-12)
+        torch.testing.assert_close(new, old, **elementwise("float64/rounding"))
 
 
 @pytest.mark.parametrize(
