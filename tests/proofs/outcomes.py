@@ -4,6 +4,7 @@ import argparse
 import sys
 import time
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 
@@ -27,9 +28,6 @@ class Outcome:
     seconds: str = ""
 
 
-FIELDS = (*(field.name for field in fields(Outcome)), "digest")
-
-
 def device_of() -> torch.device:
     return torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
@@ -49,16 +47,19 @@ def options(arguments: list[str] | None, doc: str, seconds: float, *more: tuple[
     return parser.parse_args(arguments)
 
 
-def finish(proof: str, rows: list[Outcome], folder: Path, started: float) -> int:
-    """Write and print the table.
+def finish(proof: str, rows: Sequence[Outcome], folder: Path, started: float, hidden: Sequence[str] = ()) -> int:
+    """Write the table, and print it without the hidden columns.
 
     Returns:
         The exit status: 1 with a failure, 2 where time ran out before all was tried, 0 otherwise.
     """
     path = path_of(proof, folder)
     rows = [replace(row, reason=" ".join(row.reason.replace("|", "/").split())[:400]) for row in rows]
-    Table(path, FIELDS).keep([{**asdict(row), "digest": source_digest()} for row in rows])
-    print(markdown([*FIELDS[:-1]], ([*asdict(row).values()] for row in rows)))
+    names = [field.name for field in fields(rows[0] if rows else Outcome)]
+    path.unlink(missing_ok=True)
+    Table(path, [*names, "digest"]).append([{**asdict(row), "digest": source_digest()} for row in rows])
+    shown = [name for name in names if name not in hidden]
+    print(markdown(shown, ([getattr(row, name) for name in shown] for row in rows)))
     counts = Counter(row.outcome for row in rows)
     total = ", ".join(f"{counts[outcome]} {outcome}" for outcome in OUTCOMES)
     print(f"\n{proof}: {total}, {time.perf_counter() - started:.0f} s, in {path}")
