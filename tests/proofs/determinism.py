@@ -26,7 +26,7 @@ import pyg_dfgnn
 from benchmarks.results import Table, device_name
 from pyg_dfgnn.errors import UnsupportedError
 from pyg_dfgnn.nn import DROP_INS
-from pyg_dfgnn.nn.drop_ins import copied
+from pyg_dfgnn.nn.registry import copied
 from pyg_dfgnn.reference.zoo import EdgeList, sbm
 from tests.kernels.emulated import emulated_device
 from tests.nn.message_cases import EDGE_MLP, FEATURES, REFUSED, TRACED, WIDTH, Case, Inputs
