@@ -170,17 +170,12 @@ def _attention(
     edges, place, node = _ends_of(_compact_edges, group, places, x_dict, edge_index_dict, *sizes)
     values, by_source, by_target = [], [], []
     for name, members in sources.members.items():
-        weights = [_projections(layers[k])[0].weight for k in members]
-        value = F.linear(x_dict[name], torch.cat(weights)).view(-1, len(members), heads, channels)
-        values.append(value.flatten(0, 1))
-        att = torch.cat([layers[k].att_src for k in members])
-        by_source.append((value * att).sum(-1).flatten(0, 1))
+        weight = torch.cat([_projections(layers[k])[0].weight for k in members])
+        values.append(F.linear(x_dict[name], weight).view(-1, heads, channels))
+        by_source.append(_terms(x_dict[name], weight, [layers[k].att_src for k in members]))
     for name, members in targets.members.items():
-        weight = torch.stack([_projections(layers[k])[1].weight for k in members]).view(
-            -1, channels, x_dict[name].size(1)
-        )
-        att = torch.cat([layers[k].att_dst.view(heads, channels, 1) for k in members])
-        by_target.append(F.linear(x_dict[name], (weight * att).sum(1)).view(-1, heads))
+        weight = torch.cat([_projections(layers[k])[1].weight for k in members])
+        by_target.append(_terms(x_dict[name], weight, [layers[k].att_dst for k in members]))
     graph: Graph | None = unmeasured_graph(id(first), edges, sources.count, most, False, False)
     if graph is None:
         graph = Graph.resolve(edges, sources.count, most, False, False)
@@ -201,6 +196,19 @@ def _attention(
         bias = _total([layers[k].bias for k in targets.members[name] if layers[k].bias is not None])
         outs[name] = rows if bias is None else rows + bias
     return outs
+
+
+def _terms(x: Tensor, weight: Tensor, attention: Sequence[Tensor]) -> Tensor:
+    """Return the terms of logits at one end, [N * relations, H], by one product: no projected rows are kept for them.
+
+    Args:
+        x: Features [N, F].
+        weight: Projections of the relations below each other, [relations * H * C, F].
+        attention: Vector of each relation, [1, H, C].
+    """
+    heads, channels = attention[0].shape[1:]
+    factors = torch.cat(list(attention)).view(-1, channels, 1)
+    return F.linear(x, (weight.view(-1, channels, x.size(1)) * factors).sum(1)).view(-1, heads)
 
 
 class _Places:
