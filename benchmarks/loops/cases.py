@@ -139,6 +139,12 @@ def _call_typed(model: nn.Module, batch: Any) -> Tensor:
     return model(batch.x, batch.edge_index, batch.edge_type, batch.y.size(0))  # type: ignore[no-any-return]
 
 
+def _to_hetero(make: Callable[[], nn.Module]) -> nn.Module:
+    """Return a conv for each relation of the tables, in a model that PyG generates."""
+    generated: nn.Module = pyg.to_hetero(layers.OfOneType(make()), (list(TABLES_NODES), list(TABLES)))
+    return generated
+
+
 def _sampled(small: bool) -> Iterator[LoopCase]:
     seeds, fans, width = (16, (5, 3), 16) if small else (1024, (25, 10), 256)
     size, place = f"s{seeds}-h{width}", (seeds, fans, small)
@@ -182,6 +188,8 @@ def _sampled(small: bool) -> Iterator[LoopCase]:
         yield LoopCase("sampled", f"hetero_{name}", size, hetero, mag, _call_hetero, _hetero_classes)
         of_tables = convs(each(TABLES, layer), list(TABLES_NODES))
         yield LoopCase("sampled", f"tables_{name}", size, tables, of_tables, _call_hetero, _hetero_classes)
+        generated = convs(partial(_to_hetero, layer), list(TABLES_NODES))
+        yield LoopCase("sampled", f"to_hetero_{name}", size, tables, generated, _call_hetero, _hetero_classes)
 
 
 TWO_LAYERS: dict[str, Callable[[int, int, Any], nn.Module]] = {

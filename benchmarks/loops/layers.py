@@ -222,6 +222,17 @@ class Hetero(nn.Module):
         return self.head(x[self.seeds][:seeds])  # type: ignore[no-any-return]
 
 
+class OfOneType(nn.Module):
+    """A conv on one type of nodes, which `to_hetero` repeats for each relation."""
+
+    def __init__(self, conv: nn.Module) -> None:
+        super().__init__()
+        self.conv = conv
+
+    def forward(self, x: Tensor, edge_index: Tensor) -> Tensor:
+        return self.conv(x, edge_index)  # type: ignore[no-any-return]
+
+
 class Typed(nn.Module):
     """RGCN: two convs on typed edges, logits of the first rows."""
 
