@@ -84,15 +84,15 @@ class Step:
 
     def __call__(self, data: Any = None) -> Tensor:
         """Take one step and return the loss `[]` before it, detached; nothing waits for the device."""
-        loss, self.output = self.take(self._data_of(data))
+        loss, self.output = self.train_step(self._data_of(data))
         return loss
 
     def evaluate(self, data: Any = None) -> Tensor:
         """Return the loss `[]` of data without a step; the caller decides whether the model is in evaluation mode."""
-        loss, self.output = self.look(self._data_of(data))
+        loss, self.output = self.eval_step(self._data_of(data))
         return loss
 
-    def take(self, data: Any) -> tuple[Tensor, Any]:
+    def train_step(self, data: Any) -> tuple[Tensor, Any]:
         """Take one step on data; return the loss before it, over all processes, and the output."""
         self.optimizer.zero_grad()
         loss, output = self.compute(data)
@@ -112,7 +112,7 @@ class Step:
         return mean(), tree_map_only(Tensor, Tensor.detach, output)
 
     @torch.no_grad()
-    def look(self, data: Any) -> tuple[Tensor, Any]:
+    def eval_step(self, data: Any) -> tuple[Tensor, Any]:
         """Return the loss of data over all processes and the output, without gradients."""
         loss, output = self.compute(data)
         return self.group.average(loss), output
@@ -205,18 +205,18 @@ class CapturedStep(Step):
         if self.buckets is None:
             if data is not self.data:
                 raise ValueError("'data' needs the object that capture_step was given (got another one)")
-            loss, self.output = self._run("step", data, self.take)
+            loss, self.output = self._run("step", data, self.train_step)
             return loss.clone()
         batch = self.buckets.move(data)
         bucket = self.buckets.place(batch)
         self._unchecked = None if bucket.is_checked else (bucket, batch)
 
-        def take(wide: Data) -> tuple[Tensor, Any]:
+        def step(wide: Data) -> tuple[Tensor, Any]:
             bucket.refill()
-            return self.take(wide)
+            return self.train_step(wide)
 
         with self.buckets.active(bucket) as wide:
-            loss, output = self._run("step", wide, take)
+            loss, output = self._run("step", wide, step)
         self.output = bucket.rows(output, batch)
         return loss.clone()
 
@@ -225,7 +225,7 @@ class CapturedStep(Step):
         if self.buckets is not None:
             self._unchecked = None
             return super().evaluate(self.buckets.move(self._data_of(data)))
-        loss, self.output = self._run("evaluate", self._data_of(data), self.look)
+        loss, self.output = self._run("evaluate", self._data_of(data), self.eval_step)
         return loss.clone()
 
     def compute(self, data: Any) -> tuple[Tensor, Any]:

@@ -103,8 +103,8 @@ class Family:
         rules: Rules that the setting `schedule` may name beside "auto" and "autotune".
         unsupported: Returns every reason why no kernel can run a problem; empty when one can.
         problem_for: Returns the problem as the passes of a direction see it, given what passes before them leave.
-        given: Returns the problem as backward passes see it, given the flags of what the forward pass has left.
-        before: Returns the time of other kernels that a planned pass needs before it, by what they compute.
+        after_forward: Returns the problem as backward passes see it, given the flags of what the forward pass has left.
+        prologue: Returns the time of other kernels that a planned pass needs before it, by what they compute.
     """
 
     name: str
@@ -113,8 +113,8 @@ class Family:
     rules: Mapping[str, Rule]
     unsupported: Callable[[Any], list[str]]
     problem_for: Callable[[Any, Graph, Sequence[str], Settings], Any] = lambda problem, *_: problem
-    given: Callable[[Any, frozenset[str]], Any] = lambda problem, _: problem
-    before: Callable[[Any, str, Graph, Any, Gpu], Mapping[str, float]] | None = None
+    after_forward: Callable[[Any, frozenset[str]], Any] = lambda problem, _: problem
+    prologue: Callable[[Any, str, Graph, Any, Gpu], Mapping[str, float]] | None = None
 
     @cached_property
     def by_name(self) -> Mapping[str, Any]:
@@ -160,7 +160,7 @@ class Option:
         """The measured time, with what no timing of the pass covers, where there is one; else the estimate."""
         if self.measured_s is None:
             return self.cost.seconds
-        return self.measured_s + self.cost.before_s
+        return self.measured_s + self.cost.prologue_s
 
     def __str__(self) -> str:
         if self.reasons:
@@ -288,9 +288,9 @@ def _price(family: Family, name: str, problem: Any, direction: str, graph: Graph
     """Return the cost of a planned pass, with what other kernels take before it."""
     gpu = gpu_of(problem.device)
     cost: Cost = family.by_name[name].cost(problem, direction, graph, plan, gpu)
-    if family.before is None:
+    if family.prologue is None:
         return cost
-    return replace(cost, before=family.before(problem, direction, graph, plan, gpu))
+    return replace(cost, prologue=family.prologue(problem, direction, graph, plan, gpu))
 
 
 def cheapest(family: Family, per_direction: Sequence[Mapping[str, Option]]) -> list[Option]:

@@ -92,22 +92,22 @@ class Cost:
     Attributes:
         overlapped: Units that work side by side: the slowest counts.
         added: What comes on top.
-        before: What other kernels take before the pass, which no timing of the pass covers.
+        prologue: What other kernels take before the pass, which no timing of the pass covers.
     """
 
     overlapped: Mapping[str, float]
     added: Mapping[str, float] = field(default_factory=lambda: _NOTHING)
-    before: Mapping[str, float] = field(default_factory=lambda: _NOTHING)
+    prologue: Mapping[str, float] = field(default_factory=lambda: _NOTHING)
 
     @property
-    def before_s(self) -> float:
+    def prologue_s(self) -> float:
         """Seconds of other kernels before the pass."""
-        return sum(self.before.values())
+        return sum(self.prologue.values())
 
     @property
     def seconds(self) -> float:
         """The whole pass."""
-        return max(self.overlapped.values(), default=0.0) + sum(self.added.values()) + self.before_s
+        return max(self.overlapped.values(), default=0.0) + sum(self.added.values()) + self.prologue_s
 
     def __str__(self) -> str:
         def listed(terms: Mapping[str, float]) -> list[str]:
@@ -115,4 +115,4 @@ class Cost:
 
         sides = ", ".join(listed(self.overlapped))
         sides = f"max({sides})" if len(self.overlapped) > 1 else sides
-        return f"{1e3 * self.seconds:.3g} ms = {' + '.join([sides, *listed(self.added), *listed(self.before)])}"
+        return f"{1e3 * self.seconds:.3g} ms = {' + '.join([sides, *listed(self.added), *listed(self.prologue)])}"

@@ -117,7 +117,7 @@ class PreparedOp:
             return known, True
         backward = self.op.statement.backward_directions
         if group == backward:
-            problem = self.op.family.given(self.problem, optional)
+            problem = self.op.family.after_forward(self.problem, optional)
             choices = self._choose(problem, graph, backward)
             passes = self._prepare(choices, graph, optional)
             if not all(choice.final for choice in choices):

@@ -77,7 +77,7 @@ def leaves_dout_dlogit(problem: AttentionProblem, graph: Graph, settings: Settin
     return training_s(rows, True) < training_s(forward.plan, False)
 
 
-def _seen_by(
+def _problem_for(
     problem: AttentionProblem, graph: Graph, directions: Sequence[str], settings: Settings
 ) -> AttentionProblem:
     """Return the problem as passes see it: in backward, with what the forward pass has left."""
@@ -86,7 +86,7 @@ def _seen_by(
     return replace(problem, dout_dlogit=leaves_dout_dlogit(problem, graph, settings))
 
 
-def _before(problem: AttentionProblem, direction: str, graph: Graph, plan: Any, gpu: Gpu) -> Mapping[str, float]:
+def _prologue(problem: AttentionProblem, direction: str, graph: Graph, plan: Any, gpu: Gpu) -> Mapping[str, float]:
     """Return the time of the inverse norms before a forward pass that does not find them itself."""
     if direction != "forward" or problem.record.node_scalars != "inverse_norm" or plan.constants.get("NORMS"):
         return {}
@@ -107,7 +107,7 @@ FAMILY = Family(
     others=paper.ABLATIONS,
     rules=MappingProxyType({"paper": paper.rule}),
     unsupported=unsupported_reasons,
-    problem_for=_seen_by,
-    given=lambda problem, flags: replace(problem, dout_dlogit="dout_dlogit" in flags),
-    before=_before,
+    problem_for=_problem_for,
+    after_forward=lambda problem, flags: replace(problem, dout_dlogit="dout_dlogit" in flags),
+    prologue=_prologue,
 )
