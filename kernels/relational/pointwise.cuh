@@ -10,8 +10,8 @@ POINTWISE point_eq(float a, float b) { return a == b ? 1.0f : 0.0f; }
 POINTWISE point_greater(float a, float b) { return a > b ? 1.0f : 0.0f; }
 // As torch's, a NaN if either is one.
 POINTWISE point_maximum(float a, float b) { return a > b || a != a ? a : b; }
-POINTWISE point_step(float x) { return x > 0.0f ? 1.0f : 0.0f; }
-POINTWISE point_between(float x, float low, float high) { return x >= low && x <= high ? 1.0f : 0.0f; }
+POINTWISE point_heaviside(float x) { return x > 0.0f ? 1.0f : 0.0f; }
+POINTWISE point_in_range(float x, float low, float high) { return x >= low && x <= high ? 1.0f : 0.0f; }
 POINTWISE point_sign(float x) { return x > 0.0f ? 1.0f : x < 0.0f ? -1.0f : x == 0.0f ? 0.0f : x; }
 POINTWISE point_neg(float x) { return -x; }
 POINTWISE point_abs(float x) { return fabsf(x); }

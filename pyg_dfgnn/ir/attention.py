@@ -69,7 +69,7 @@ def attention(score: str, edge_in_value: bool, slope: float, dropout: float) -> 
         weights = softmax(scores if rows is None else scores + dot(edge_target, rows), among=D)
         if dropout:
             builder, shape = value._builder, value.shape[:1]
-            weights = weights * Var(builder, builder.emit("keep", builder.seed(), attrs=(E, shape, dropout, 0)))
+            weights = weights * Var(builder, builder.emit("dropout_mask", builder.seed(), attrs=(E, shape, dropout, 0)))
         content = _plus(value, edge) if edge_in_value else value
         weights = weights.view(-1, 1)
         outputs = {"out": sum_to(D, weights * content)}

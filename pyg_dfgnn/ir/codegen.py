@@ -207,7 +207,7 @@ class _Generator:
             else:
                 scope.lines.append(f"{declared} = read_row<{leaf}>({pointer}, {self._row_of(value.domain)}, l);")
             return name
-        if value.op == "keep":
+        if value.op == "dropout_mask":
             scope.lines.append(f"{declared} = {self._kept(i, form, scope)};")
             return name
         args = list(zip(value.args, self.lanes.args[key]))
@@ -272,7 +272,7 @@ class _Generator:
         i, form = key
         letters = {letter for operand in self.lanes.args[key] for letter in operand} - set(form) or {"C"}
         self.joins_heads |= "H" in letters
-        join = "Larger" if self.values[i].op == "largest" else "Plus"
+        join = "Larger" if self.values[i].op == "amax" else "Plus"
         text = f"[&](int h, int c) {{ return {term}; }}"
         if "C" in letters:
             text = f"over_channels<{join}>(l, {text})"

@@ -44,9 +44,9 @@ def decompose(program: Program) -> Program:
             return builder.emit("sum", total, attrs=value.attrs)
         if value.op == "fold":
             return _folded(builder, args[0], value.shape)
-        if value.op in ("inner", "largest") and all(builder.values[arg].shape[-1:] == (1,) for arg in args):
+        if value.op in ("inner", "amax") and all(builder.values[arg].shape[-1:] == (1,) for arg in args):
             # Nothing is joined, and lanes that hold other rows would join their copies of the one number.
-            number = args[0] if value.op == "largest" else builder.emit("mul", *args, domain=value.domain)
+            number = args[0] if value.op == "amax" else builder.emit("mul", *args, domain=value.domain)
             return builder.emit("view", number, attrs=(value.shape,))
         if value.op == "sum" and (mapped := skip_views(program.values, value.args[0], "view", "neg")) in summed:
             return _mapped_sum(builder, program, i, mapped, ids)

@@ -129,9 +129,9 @@ def _run(value: Value, operands: list[tuple[Value, Tensor]], rows: IndexSpace, l
         return like.new_full((1,), attrs[0])
     if op in _REDUCTIONS:
         return _REDUCTIONS[op](value, operands, rows, like)
-    if op == "keep":
+    if op == "dropout_mask":
         return _kept(value, operands[0][1], rows, like)
-    if op in ("unstack", "stack"):
+    if op in ("table_rows", "stack"):
         return _stacked(value, operands[0][1], rows)
     if op in ("linear", "matmul") and operands[1][0].domain is not domain:
         return _linear(value, operands, rows)
@@ -160,7 +160,7 @@ def _run(value: Value, operands: list[tuple[Value, Tensor]], rows: IndexSpace, l
         return x[..., attrs[0] : attrs[1]]
     if op == "pad":
         return torch.nn.functional.pad(x, attrs)
-    if op == "largest":
+    if op == "amax":
         return x.amax(-1)
     if op == "detach":
         return x.detach()

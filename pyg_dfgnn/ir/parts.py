@@ -33,7 +33,7 @@ def parts_of(program: Program) -> Parts | None:
     It cannot where edges are added up by something else than their target, or numbers are drawn for each.
     """
     values, live = program.values, program.live
-    if any(values[i].domain not in (One, S, D, E) or values[i].op == "keep" for i in live):
+    if any(values[i].domain not in (One, S, D, E) or values[i].op == "dropout_mask" for i in live):
         return None
     of_edges = {i for i in live if values[i].op != "input" and (values[i].domain is E or values[i].attrs[1:2] == (E,))}
     of_edges = {i for i in of_edges if values[i].domain is E or values[i].op in RANGED}

@@ -34,7 +34,7 @@ def _one(
     return Pointwise(compute, (lambda emit, args, attrs, y: derivative(emit, args[0], attrs, y),), attributes)
 
 
-def _step(x: torch.Tensor) -> torch.Tensor:
+def _heaviside(x: torch.Tensor) -> torch.Tensor:
     return (x > 0).to(x.dtype)
 
 
@@ -45,7 +45,7 @@ def _normal(emit: Emit, x: int) -> int:
     return emit("add", emit("mul", x, density), distribution)
 
 
-def _between(x: torch.Tensor, low: float, high: float) -> torch.Tensor:
+def _in_range(x: torch.Tensor, low: float, high: float) -> torch.Tensor:
     return ((x >= low) & (x <= high)).to(x.dtype)
 
 
@@ -87,8 +87,8 @@ POINTWISE: dict[str, Pointwise] = {
     ),
     "eq": Pointwise(lambda a, b: (a == b).to(a.dtype), (None, None)),
     "greater": Pointwise(lambda a, b: (a > b).to(a.dtype), (None, None)),
-    "step": Pointwise(_step, (None,)),
-    "between": Pointwise(_between, (None,), 2),
+    "heaviside": Pointwise(_heaviside, (None,)),
+    "in_range": Pointwise(_in_range, (None,), 2),
     "sign": Pointwise(torch.sign, (None,)),
     "neg": _one(torch.neg, lambda e, x, k, y: -1.0),
     "abs": _one(torch.abs, lambda e, x, k, y: e("sign", x)),
@@ -99,11 +99,11 @@ POINTWISE: dict[str, Pointwise] = {
     "sin": _one(torch.sin, lambda e, x, k, y: e("cos", x)),
     "cos": _one(torch.cos, lambda e, x, k, y: e("neg", e("sin", x))),
     "erf": _one(torch.erf, lambda e, x, k, y: e("mul", e("exp", e("neg", e("mul", x, x))), 2 / sqrt(pi))),
-    "clamp": _one(torch.clamp, lambda e, x, k, y: e("between", x, attrs=k), 2),
-    "relu": _one(F.relu, lambda e, x, k, y: e("step", x)),
-    "leaky_relu": _one(F.leaky_relu, lambda e, x, k, y: e("where", e("step", x), 1.0, float(k[0])), 1),
+    "clamp": _one(torch.clamp, lambda e, x, k, y: e("in_range", x, attrs=k), 2),
+    "relu": _one(F.relu, lambda e, x, k, y: e("heaviside", x)),
+    "leaky_relu": _one(F.leaky_relu, lambda e, x, k, y: e("where", e("heaviside", x), 1.0, float(k[0])), 1),
     # With the alpha of 1 that PyG's layers use.
-    "elu": _one(F.elu, lambda e, x, k, y: e("where", e("step", x), 1.0, e("add", y, 1.0))),
+    "elu": _one(F.elu, lambda e, x, k, y: e("where", e("heaviside", x), 1.0, e("add", y, 1.0))),
     "gelu": _one(F.gelu, lambda e, x, k, y: _normal(e, x)),
     "silu": _one(F.silu, lambda e, x, k, y: _silu_slope(e, x, y)),
     "sigmoid": _one(torch.sigmoid, lambda e, x, k, y: _logistic_slope(e, y)),
@@ -111,5 +111,5 @@ POINTWISE: dict[str, Pointwise] = {
     "softplus": _one(F.softplus, lambda e, x, k, y: e("sigmoid", x)),
 }
 """Name -> pointwise function."""
-COMPARISONS = ("between", "eq", "greater", "sign", "step")
+COMPARISONS = ("in_range", "eq", "greater", "sign", "heaviside")
 """Pointwise functions that jump, with which gradients choose their branch."""

@@ -5,30 +5,30 @@ lower than what the operator ranges over: its rows are then gathered, in kernels
 is a value. Passes are functions program -> program; the meaning of a program is its interpreter
 (:mod:`pyg_dfgnn.ir.interpreter`).
 
-=============== ======================== ======================================================================
-operator        attributes               row of the result
-=============== ======================== ======================================================================
-input           name                     given by the caller; one with a second attribute is a seed, one int64 number
-const           number                   the number
-linear x w                               x W: [..., K] times [..., K, N]; leading sizes broadcast
-matmul a b                               A B of two weights
-inner x y                                sum over the last size of x y
-a pointwise one numbers                  :data:`~pyg_dfgnn.ir.pointwise.POINTWISE`; sizes broadcast as in torch
-view, permute   shape; order             the row's numbers in another shape; its sizes in another order
-expand, fold    shape                    sizes of 1 repeated; its adjoint, the sum over repeated sizes
-concat x...                              rows joined along the last size
-slice, pad      begin, end; before, after a range of the last size; its adjoint, zeros around it
-detach x                                 x, without a derivative
-unstack x       domain                   row r of `domain` is entry r of the first size of x, which all rows share
-stack x         size                     its adjoint: the rows of a domain, of which there are `size`, as one value
-largest x                                the largest of the last size; its derivative is shared by equal numbers
-gather x        domain                   the row of x that the row of `domain` determines
-sum, max x      domain, over             over the rows of `over` that belong to the row of `domain`; empty: 0
-count           domain, over             the number of such rows, at least 1
-keep seed       domain, shape, p, stream 1 / (1 - p) with probability 1 - p, else 0, drawn for each number of such a row
-outer x y       domain, over             sum over such rows of the outer product of x and y
-softmax x       domain, over             exp(x - max) / (sum + 1e-16) among the rows of `over` of one row of `domain`
-=============== ======================== ======================================================================
+================= ======================== ======================================================================
+operator          attributes               row of the result
+================= ======================== ======================================================================
+input             name                     given by the caller; one with a second attribute is a seed, one int64 number
+const             number                   the number
+linear x w                                 x W: [..., K] times [..., K, N]; leading sizes broadcast
+matmul a b                                 A B of two weights
+inner x y                                  sum over the last size of x y
+a pointwise one   numbers                  :data:`~pyg_dfgnn.ir.pointwise.POINTWISE`; sizes broadcast as in torch
+view, permute     shape; order             the row's numbers in another shape; its sizes in another order
+expand, fold      shape                    sizes of 1 repeated; its adjoint, the sum over repeated sizes
+concat x...                                rows joined along the last size
+slice, pad        begin, end; before, after a range of the last size; its adjoint, zeros around it
+detach x                                   x, without a derivative
+table_rows x      domain                   row r of `domain` is entry r of the first size of x, which all rows share
+stack x           size                     its adjoint: the rows of a domain, of which there are `size`, as one value
+amax x                                     the largest of the last size; its derivative is shared by equal numbers
+gather x          domain                   the row of x that the row of `domain` determines
+sum, max x        domain, over             over the rows of `over` that belong to the row of `domain`; empty: 0
+count             domain, over             the number of such rows, at least 1
+dropout_mask seed domain, shape, p, stream 1 / (1 - p) with probability 1 - p, else 0, drawn per number of such a row
+outer x y         domain, over             sum over such rows of the outer product of x and y
+softmax x         domain, over             exp(x - max) / (sum + 1e-16) among the rows of `over` of one row of `domain`
+================= ======================== ======================================================================
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ class Value:
         return " ".join([self.op, *(f"%{arg}" for arg in self.args), *attrs])
 
 
-_NON_DIFFERENTIABLE = frozenset({"detach", "greater", "eq", "step", "between", "count", "keep"})
+_NON_DIFFERENTIABLE = frozenset({"detach", "greater", "eq", "heaviside", "in_range", "count", "dropout_mask"})
 """Operators whose results torch gives no gradient."""
 
 
@@ -189,7 +189,7 @@ def _shape(op: str, args: Sequence[Value], attrs: tuple[Any, ...]) -> Shape:
     if op == "inner":
         _need(op, all(shapes) and shapes[0][-1] == shapes[1][-1], "row shapes [..., K] and [..., K]", args)
         return broadcast(op, *shapes)[:-1]
-    if op == "largest":
+    if op == "amax":
         _need(op, bool(shapes[0]) and shapes[0][-1] > 0, "a last size above 0", args)
         return shapes[0][:-1]
     if op == "outer":
@@ -213,9 +213,9 @@ def _shape(op: str, args: Sequence[Value], attrs: tuple[Any, ...]) -> Shape:
         begin, end = attrs
         _need(op, bool(shapes[0]) and 0 <= begin <= end <= shapes[0][-1], f"a last size above {end}", args)
         return shapes[0][:-1] + (end - begin,)
-    if op == "keep":
+    if op == "dropout_mask":
         return attrs[1]
-    if op == "unstack":
+    if op == "table_rows":
         _need(op, bool(shapes[0]) and args[0].domain is One, "one value [rows, ...]", args)
         return shapes[0][1:]
     if op == "stack":
@@ -230,11 +230,11 @@ def _domain(op: str, args: Sequence[Value], attrs: tuple[Any, ...]) -> Domain:
     if op == "gather":
         _need(op, determines(attrs[0], args[0].domain), f"an operand that a row of {attrs[0]} determines", args)
         return attrs[0]
-    if op == "keep":
+    if op == "dropout_mask":
         _need(op, args[0].is_seed, "a seed", args)
         return attrs[0]
-    if op in ("unstack", "stack"):
-        return attrs[0] if op == "unstack" else One
+    if op in ("table_rows", "stack"):
+        return attrs[0] if op == "table_rows" else One
     if op in RANGED:
         domain, over = attrs
         if not determines(over, domain):

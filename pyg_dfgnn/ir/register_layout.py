@@ -19,7 +19,7 @@ MAX_JOINED = 512
 """Numbers of a row whose heads one group of lanes may hold all, so that it can join them."""
 MAX_SHORT = 32
 """Numbers of a row that every lane holds: with the weights for each, more would leave no registers for the rest."""
-JOINS = ("inner", "fold", "largest")
+JOINS = ("inner", "fold", "amax")
 """Operators that join the numbers of a row: sums and the largest."""
 
 
@@ -253,7 +253,7 @@ class _Inference:
     def _operands(self, i: int, labels: tuple[str, ...], form: str) -> Iterator[tuple[int, tuple[str, ...]]]:
         """The operands of a value with their labels."""
         value, values = self.program.values[i], self.program.values
-        if value.op in ("input", "const", "count", "keep"):
+        if value.op in ("input", "const", "count", "dropout_mask"):
             return
         for arg in value.args:
             shape = values[arg].shape

@@ -108,10 +108,15 @@ class _Reader:
         weight = self.values[self._bare(i)]
         if weight.op == "mul":
             for first, second in (weight.args, weight.args[::-1]):
-                inner, keep = (self.values[self._bare(arg)] for arg in (first, second))
+                inner, mask = (self.values[self._bare(arg)] for arg in (first, second))
                 # The first mask of a call is the one that attention draws.
-                if keep.op == "keep" and keep.attrs[0] is E and keep.attrs[3] == 0 and inner.shape == keep.shape:
-                    return inner, keep
+                if (
+                    mask.op == "dropout_mask"
+                    and mask.attrs[0] is E
+                    and mask.attrs[3] == 0
+                    and inner.shape == mask.shape
+                ):
+                    return inner, mask
         return weight, None
 
     def _with_score(

@@ -113,7 +113,7 @@ def logits(x: S, xd: D, weight: R, att: R):
 def pairs(x: S, xd: D, weight: One):
     """What a user writes on edges: a map of joined gathered rows, and its largest value."""
     joined = concat(to(E, x), to(E, xd))
-    shares = (joined - joined.emit("largest").view(1)).apply("exp")
+    shares = (joined - joined.emit("amax").view(1)).apply("exp")
     outputs = {"out": max_to(D, joined @ weight), "mean": mean_to(D, to(U, x) * 2.0), "x": to(E, x)}
     return {**outputs, "shares": sum_to(D, shares)}
 
@@ -124,7 +124,7 @@ def joined_heads(x: S, xd: D, gate: One):
     heads, channels = gate.shape
     rows = x.view(heads, channels)
     share = dot(rows, gate) + xd
-    share = (share - share.emit("largest").view(1)).apply("exp")
+    share = (share - share.emit("amax").view(1)).apply("exp")
     weighted = rows * (share / share.emit("fold", attrs=((1,),)))[..., None]
     mixed, total = weighted.emit("fold", attrs=((channels,),)), weighted.emit("fold", attrs=((),))
     return {"most": max_to(D, mixed * total.view(1)), "sum": sum_to(D, mixed.view(1, channels)), "total": total}

@@ -22,7 +22,7 @@ def functions(x: S, e: E):
     """A sum of every pointwise function, and of what only gradients have."""
     y = x.apply("softplus") + e * e
     out = (y + 1.0).apply("log") + (y + 0.5).apply("sqrt") + y**3 - 2.0 / (y * y + 1.0)
-    for name in "sigmoid tanh gelu silu softplus elu relu abs exp sin cos erf neg sign step".split():
+    for name in "sigmoid tanh gelu silu softplus elu relu abs exp sin cos erf neg sign heaviside".split():
         out = out + (x - e).apply(name)
     for name in ("eq", "greater", "maximum"):
         out = out + x.apply(name, e)
@@ -30,7 +30,7 @@ def functions(x: S, e: E):
         out = out + (y + 0.5).apply("pow", attrs=(exponent,))
     positive = x.apply("greater", e)
     out = out + positive.apply("where", x * e, e - x) + x.apply("clamp", attrs=(-0.5, 0.5))
-    return sum_to(D, out + x.apply("between", attrs=(-0.1, 1.0)) + (x / e).apply("leaky_relu", attrs=(0.2,)))
+    return sum_to(D, out + x.apply("in_range", attrs=(-0.1, 1.0)) + (x / e).apply("leaky_relu", attrs=(0.2,)))
 
 
 def rgat_of(heads: int, channels: int, features: int) -> Program:
@@ -57,7 +57,7 @@ def dropped(heads: int, channels: int) -> Program:
     builder = Builder()
     product = builder.input("x", S, (heads, channels))
     for shape in ((heads, channels), (channels,), (heads, 1)):
-        keep = builder.emit("keep", builder.seed(), attrs=(E, shape, 0.5, len(shape)))
+        keep = builder.emit("dropout_mask", builder.seed(), attrs=(E, shape, 0.5, len(shape)))
         product = builder.emit("mul", product, keep)
     return builder.build("dropped", {"out": builder.emit("sum", product, attrs=(D, E))})
 

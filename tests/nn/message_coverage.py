@@ -19,7 +19,7 @@ from pyg_dfgnn.settings import local_settings
 from tests.nn.message_cases import EDGE_MLP, REFUSED, TRACED, Case, Graphs, Inputs, twins, watched
 
 PAGE = Path(__file__).parents[2] / "docs" / "message_passing_coverage.md"
-_MOVES = {"input", "const", "gather", "view", "permute", "expand", "concat", "slice", "detach", "unstack"}
+_MOVES = {"input", "const", "gather", "view", "permute", "expand", "concat", "slice", "detach", "table_rows"}
 HEAD = """# What is compiled of PyG's convs
 
 Written by `python -m tests.nn.message_coverage`; a test compares it with the code.

@@ -184,6 +184,8 @@ def test_no_mask_is_stored():
     (program,) = graphs.programs
     lowered = lower(Passes().run(program, {One: 1, S: 99, D: 99, E: 999}, program.features), ["0"])
     steps = [*lowered.forward, *lowered.backward]
-    assert len(lowered.forward) == 1 and sum("keep" in {v.op for v in step.program.values} for step in steps) == 4
-    assert not any(step.program.values[i].op == "keep" for step in steps for _, i in step.program.outputs)
+    assert (
+        len(lowered.forward) == 1 and sum("dropout_mask" in {v.op for v in step.program.values} for step in steps) == 4
+    )
+    assert not any(step.program.values[i].op == "dropout_mask" for step in steps for _, i in step.program.outputs)
     assert {lowered.buffers[name].domain for name in lowered.saved} <= {S, D, One}

@@ -128,8 +128,8 @@ def test_types_that_a_forward_makes_are_known_by_what_they_are(monkeypatch):
 
 def test_a_table_of_other_rows_than_there_are_relations_is_refused():
     builder = Builder()
-    table = builder.emit("unstack", builder.input("table", One, (2, 4)), attrs=(R,))
+    table = builder.emit("table_rows", builder.input("table", One, (2, 4)), attrs=(R,))
     program = builder.build("lookup", {"out": builder.emit("gather", table, attrs=(E,))})
     rows = IndexSpace(Graph.of(EDGES, 6, edge_type=KIND, num_relations=TYPES))
-    with pytest.raises(ValueError, match=r"'unstack' needs 3 rows \(got 2\)"):
+    with pytest.raises(ValueError, match=r"'table_rows' needs 3 rows \(got 2\)"):
         interpret(program, rows, {"table": torch.ones(2, 4)})

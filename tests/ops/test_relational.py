@@ -167,7 +167,7 @@ def noisy() -> Program:
     """A sum of what is left of squares, with the mask of a seed."""
     builder = Builder()
     x, seed = builder.input("x", S, (8,)), builder.seed()
-    kept = builder.emit("mul", builder.emit("keep", seed, attrs=(E, (8,), 0.4, 0)), builder.emit("mul", x, x))
+    kept = builder.emit("mul", builder.emit("dropout_mask", seed, attrs=(E, (8,), 0.4, 0)), builder.emit("mul", x, x))
     return builder.build("noisy", {"out": builder.emit("sum", kept, attrs=(D, E))})
 
 

@@ -134,9 +134,9 @@ class _Tape:
             self.accumulate(args[0], self.emit("sub", weighted, self.emit("mul", i, total)), value)
         elif value.op == "max":
             self._max(i, value, g)
-        elif value.op == "largest":
+        elif value.op == "amax":
             self._largest(i, value, g)
-        elif value.op == "unstack" and args[0] in self.active:
+        elif value.op == "table_rows" and args[0] in self.active:
             rows = self.emit("gather", g, attrs=(value.domain,))
             self.add(args[0], self.emit("stack", rows, attrs=(self.values[args[0]].shape[0],)))
         elif value.op in ("expand", "gather", "sum"):

@@ -136,7 +136,7 @@ def _cancelled(program: Program) -> set[int]:
         factors = _factors(program, program.values[i].args[0])
         differences = [j for j in factors if program.values[j].op == "sub"]
         others = {program.values[j].op for j in factors} - {"sub"}
-        if len(differences) == 1 and others <= {"where", "step", "const"}:
+        if len(differences) == 1 and others <= {"where", "heaviside", "const"}:
             terms = [_factors(program, arg) for arg in program.values[differences[0]].args]
             domain = program.values[i].attrs[0]
             cancelled |= {

@@ -18,7 +18,7 @@ def look_up(t: Tracer, meta: Tensor, table: Symbol, dim: int, index: Symbol) -> 
     if table.rows is not None or dim % table.dim() != 0 or types.counted is not None or index.dim() != 1:
         raise t.stop("types of edges look up something else than the rows of a table")
     t.look_up(types, table.size(0))
-    return t.result(meta, t.emit("gather", t.emit("unstack", t.full(table), attrs=(R,)), attrs=(E,)), E)
+    return t.result(meta, t.emit("gather", t.emit("table_rows", t.full(table), attrs=(R,)), attrs=(E,)), E)
 
 
 @names("embedding")

@@ -123,7 +123,7 @@ def _amax(t: Tracer, func: Any, x: Symbol, dim: Any = (), keepdim: bool = False)
     require(len(dims) == 1, "several dimensions")
     axis = dims[0] - (x.rows is not None)
     order = (*(i for i in range(rank) if i != axis), axis)
-    number, meta = t.emit("largest", t.emit("permute", t.full(x), attrs=(order,))), func(x, dims[0], keepdim)
+    number, meta = t.emit("amax", t.emit("permute", t.full(x), attrs=(order,))), func(x, dims[0], keepdim)
     return t.result(meta, t.emit("view", number, attrs=(x.row(meta.shape),)), x.rows)
 
 

@@ -298,7 +298,7 @@ class Tracer(TorchFunctionMode):
     def keep(self, x: Symbol, p: float) -> int:
         """Return what dropout multiplies the rows of a symbol by; each has a stream of random numbers of its own."""
         self.streams += 1
-        return self.emit("keep", self.builder.seed(), attrs=(x.rows, x.sizes, p, self.streams - 1))
+        return self.emit("dropout_mask", self.builder.seed(), attrs=(x.rows, x.sizes, p, self.streams - 1))
 
     def aligned(self, *operands: Symbol) -> tuple[list[int], Domain | None, int]:
         """Return values whose rows broadcast as the operands do, and domain and dimension of the result's rows."""

@@ -23,7 +23,7 @@ def tidy(program: Program) -> Program:
     def rule(builder: Builder, i: int, value: Value, ids: dict[int, int]) -> int | None:
         if value.op == "input" and i in tables:
             return builder.input(value.attrs[0], *tables[i])
-        if value.op == "unstack" and value.args[0] in tables:
+        if value.op == "table_rows" and value.args[0] in tables:
             return ids[value.args[0]]
         matched = _softmax(program, value)
         return None if matched is None else builder.emit("softmax", ids[matched[0]], attrs=matched[1])
@@ -41,7 +41,7 @@ def _tables(program: Program) -> dict[int, tuple[Domain, Shape]]:
     return {
         i: (readers[i][0].domain, readers[i][0].shape)
         for i in program.inputs.values()
-        if i not in returned and i in readers and all(value.op == "unstack" for value in readers[i])
+        if i not in returned and i in readers and all(value.op == "table_rows" for value in readers[i])
     }
 
 

@@ -22,7 +22,7 @@ from pyg_dfgnn.ops.relational import products, traversal
 from pyg_dfgnn.ops.relational.dense import Expressions
 
 _RESHAPED = torch.ops.aten._unsafe_view.default
-_VIEWS = ("slice", "permute", "view", "gather", "detach", "expand", "fold", "unstack", "stack")
+_VIEWS = ("slice", "permute", "view", "gather", "detach", "expand", "fold", "table_rows", "stack")
 """Operators whose result may share the memory of the operand."""
 
 
