@@ -14,7 +14,7 @@ from pyg_dfgnn.ir.program import SEED, Program
 from pyg_dfgnn.ops.core import draw_seed
 from pyg_dfgnn.ops.relational.backend import backend, is_small
 from pyg_dfgnn.ops.relational.program import index_space_of
-from pyg_dfgnn.ops.visits import is_new, may_be_left
+from pyg_dfgnn.ops.visits import is_new_tensor, may_be_left
 
 _SMALL = (SMALL,)
 
@@ -135,7 +135,7 @@ class Region:
         """Return whether torch takes edges that are new, or a few launches on few edges."""
         caller = self.caller
         self.turn, self.is_small, self.is_refused = caller.turn, False, False
-        if caller.layer is not None and is_new(caller.layer, edges, self.kind, caller.turn):
+        if caller.layer is not None and is_new_tensor(caller.layer, edges, self.kind, caller.turn):
             return True
         self.is_small = is_small(self.program, edges.size(1)) and may_be_left(edges)
         return self.is_small

@@ -44,7 +44,7 @@ from pyg_dfgnn.ops.relational.backend import (
     running,
 )
 from pyg_dfgnn.ops.relational.program import ALL_PASSES
-from pyg_dfgnn.ops.visits import is_new, is_refilled, may_be_few, run_left
+from pyg_dfgnn.ops.visits import is_new_tensor, may_be_few, step
 from pyg_dfgnn.settings import current, local_settings
 
 __all__ = ["Mark", "clear", "describe", "interpreted", "lowered", "standing"]
@@ -167,11 +167,16 @@ class Mark:
                 return self.call(layer, own, forwards, args, kwargs)
             elif value is not None:
                 has_others = True
-        if not current().compile_messages or is_refilled():
+        if not current().compile_messages or step.is_refilled:
             return own(layer, *args, **kwargs)
         count = edges.size(1) if edges is not None and may_be_few(edges) else None
-        if count is not None and (count <= self.few or is_new(layer, edges)):
-            return run_left(own, layer, *args, **kwargs)
+        if count is not None and (count <= self.few or is_new_tensor(layer, edges)):  # type: ignore[arg-type]
+            # As `run_left` does: each function that a call enters costs the host.
+            before, step.is_left = step.is_left, True
+            try:
+                return own(layer, *args, **kwargs)
+            finally:
+                step.is_left = before
         forward = self.forward
         if forward is None or not forward.is_current(self.kind):
             forward = self._forward_of(layer, own, forwards)
@@ -263,17 +268,16 @@ def _wrapped(own: Callable[..., Any], kind: type) -> Callable[..., Any]:
     forwards = _Forwards()
     _forwards.add(forwards)
 
-    def run(self: Any, *args: Any, **kwargs: Any) -> Any:
-        mark = self.__dict__.get(MARK)
-        if mark is None or mark.kind is not kind or torch.compiler.is_compiling() or torch.jit.is_scripting():
+    name, is_compiling = MARK, torch.compiler.is_compiling
+
+    def wrapper(self: Any, *args: Any, **kwargs: Any) -> Any:
+        mark = self.__dict__.get(name)
+        if mark is None or mark.kind is not kind or is_compiling():
             return own(self, *args, **kwargs)
         return mark.call(self, own, forwards, args, kwargs)
 
-    def wrapper(self: Any, *args: Any, **kwargs: Any) -> Any:
-        return run(self, *args, **kwargs)
-
-    # TorchScript reads the globals of the forward. Code of its own: torch.compile counts by code how often it has
-    # compiled something anew, and then gives up.
+    # TorchScript reads the globals of the forward, so that none is ours. Code of its own: torch.compile counts by code
+    # how often it has compiled something anew, and then gives up.
     code = wrapper.__code__.replace()
     function = FunctionType(code, own.__globals__, own.__name__, None, wrapper.__closure__)
     functools.update_wrapper(function, own)

@@ -108,9 +108,14 @@ def is_new(layer: torch.nn.Module, edges: Any, kind: str = "", turn: int | None 
         kind: Which of several calls of the layer with the same edges this is.
         turn: Number of the forward that the call is a part of: the calls of one count once. None: each counts.
     """
-    global _last
     if type(edges) is not Tensor or torch.compiler.is_compiling():
         return False
+    return is_new_tensor(layer, edges, kind, turn)
+
+
+def is_new_tensor(layer: torch.nn.Module, edges: Tensor, kind: str = "", turn: int | None = None) -> bool:
+    """Return what :func:`is_new` does, of a tensor where torch.compile does not trace."""
+    global _last
     if step.is_refilled:
         return True
     visitor, settings = (id(layer), kind), current()
