@@ -110,12 +110,8 @@ class _Reader:
             for first, second in (weight.args, weight.args[::-1]):
                 inner, mask = (self.values[self._bare(arg)] for arg in (first, second))
                 # The first mask of a call is the one that attention draws.
-                if (
-                    mask.op == "dropout_mask"
-                    and mask.attrs[0] is E
-                    and mask.attrs[3] == 0
-                    and inner.shape == mask.shape
-                ):
+                is_first = mask.op == "dropout_mask" and mask.attrs[0] is E and mask.attrs[3] == 0
+                if is_first and inner.shape == mask.shape:
                     return inner, mask
         return weight, None
 
