@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn.modules.module import _has_any_global_hook
+from torch.utils.checkpoint import _StopRecomputationError
 
 from pyg_dfgnn.dispatch.core import fused_device_types
 from pyg_dfgnn.dispatch.traversal import storage_reasons
@@ -32,6 +33,7 @@ from pyg_dfgnn.nn.conv_call import edges_in_flow
 from pyg_dfgnn.nn.gate import hooks_of
 from pyg_dfgnn.nn.registry import MARK, Description, copied, shown
 from pyg_dfgnn.ops.eager import intercepts_functions, is_eager
+from pyg_dfgnn.ops.graph import may_run_again
 from pyg_dfgnn.ops.relational.backend import (
     INTERPRETER,
     KERNELS,
@@ -54,8 +56,8 @@ WRAPPER = "_pyg_dfgnn_captures"
 UNCALLED = "its first call tells what of it becomes programs"
 """Said of a layer of which nothing is known before."""
 NO_GRAPH = "TorchDynamo captures no graph in which edges are gathered and reduced"
-_ERRORS = (IdRangeError, StaleError, UnsupportedError, torch.OutOfMemoryError)
-"""Errors of a captured forward that are the user's to see."""
+_ERRORS = (IdRangeError, StaleError, UnsupportedError, torch.OutOfMemoryError, _StopRecomputationError)
+"""Errors of a captured forward that are the user's to see, or by which a checkpoint ends its second forward."""
 _TENSORS = (Tensor, torch.nn.Parameter)
 
 
@@ -220,7 +222,7 @@ class Mark:
         ran = forward.ran(turn)
         if count is not None and ran and all(region.is_small for region in ran):
             self.few = count
-        elif ran and all(region.is_refused for region in ran):
+        elif ran and all(region.is_refused for region in ran) and not may_run_again(layer.training):
             self.refused.add(_call_of(layer, values))
         return result
 

@@ -4,6 +4,8 @@ import copy
 
 import pytest
 import torch
+import torch_geometric.nn as pyg
+from torch.utils.checkpoint import checkpoint
 from torch_geometric.nn import MessagePassing
 
 from pyg_dfgnn import report
@@ -99,3 +101,25 @@ def test_gradients_below_an_infinite_slope_are_pygs(name):
             (found,) = torch.autograd.grad(marked(x, position, edge_index).sum(), position)
     assert launched and want.isfinite().all()
     torch.testing.assert_close(found, want, **elementwise("float32"))
+
+
+@needs_compiler
+@pytest.mark.parametrize("is_warm", [False, True])
+@pytest.mark.parametrize("name", ["LEConv", "NNConv"])
+def test_a_checkpoint_runs_again_what_it_has_run(name, is_warm):
+    """It ends its second forward by an exception; and of NNConv it is found meanwhile that no kernel takes it."""
+    edge_index, attributes = torch.randint(6, (2, 20)), torch.randn(20, 3)
+    network = torch.nn.Sequential(torch.nn.Linear(3, 5), torch.nn.ReLU(), torch.nn.Linear(5, 16))
+    layer = pyg.LEConv(4, 4) if name == "LEConv" else pyg.NNConv(4, 4, network)
+    rest = (edge_index,) if name == "LEConv" else (edge_index, attributes)
+    results, drawn = [], torch.randn(6, 4)
+    for each, dtype in ((accelerate(copy.deepcopy(layer)), torch.float32), (layer.double(), torch.float64)):
+        x, *arguments = (t.to(dtype) if t.is_floating_point() else t for t in (drawn, *rest))
+        x = x.detach().clone().requires_grad_()
+        with emulated_device(), local_settings(fallback="silent"):
+            if is_warm:
+                each(x, *arguments)
+            out = checkpoint(each, x, *arguments, use_reentrant=False)
+            out.sin().sum().backward()
+        results.append([x.grad.double(), *(p.grad.double() for p in each.parameters())])
+    torch.testing.assert_close(*results, **elementwise("float32"))
