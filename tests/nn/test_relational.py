@@ -10,13 +10,14 @@ from pyg_dfgnn.datasets import entities, fb15k237
 from pyg_dfgnn.ir import D, E, One, R, S, U, V
 from pyg_dfgnn.ir.passes import rounded
 from pyg_dfgnn.nn.conv import hgt_conv
+from pyg_dfgnn.nn.gate import NO_MATRIX
 from pyg_dfgnn.reference.tolerances import elementwise
 from pyg_dfgnn.runtime import launcher
 from tests.ir.cases import ALL_GRAPHS, GRAPHS
 from tests.kernels.emulated import emulated_device
-from tests.nn.convs import both
+from tests.nn.convs import both, reasons_of
 from tests.nn.parity import sparse_tensor
-from tests.nn.relational import METADATA, NODES, WIDTHS, assert_same, hetero, real
+from tests.nn.relational import METADATA, NODES, WIDTHS, assert_same, hetero, real, results_of
 
 pytestmark = pytest.mark.usefixtures("fused_on_cpu")
 
@@ -111,6 +112,17 @@ def test_rgcn_between_two_node_sets(name, options, graph):
     edges = ALL_GRAPHS[graph]
     convs = both(name, (6, 5), 4, edges.num_relations, **options)
     assert_same(convs, (draw(edges.num_src, 6), draw(edges.num_dst, 5)), edges.edge_index, edges.edge_type)
+
+
+def test_rgat_between_two_node_sets_is_pygs():
+    """PyG takes a pair of features, though it does not say so."""
+    edges = ALL_GRAPHS["bipartite"]
+    convs = both("RGATConv", 6, 4, edges.num_relations)
+    call = (draw(edges.num_src, 6), draw(edges.num_dst, 6)), edges.edge_index, edges.edge_type
+    assert NO_MATRIX in reasons_of(convs[0], *call)
+    own, pygs = (results_of(conv, *call) for conv in convs)
+    for name, want in pygs.items():
+        torch.testing.assert_close(own[name], want)
 
 
 def test_rgcn_embeddings_between_two_node_sets():

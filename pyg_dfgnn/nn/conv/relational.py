@@ -96,7 +96,7 @@ class RelationalConv(FusedConv):
     def _parameter_reasons(self, x: Tensor | None, weight: Tensor) -> list[str]:
         """Return what the aggregation and the dtypes of features and parameters have against the fused forward."""
         reasons = ["several aggregations"] if is_multiple(self.aggr_module) else []
-        return reasons if x is None else [*reasons, *dtype_reasons(x, weight)]
+        return [*reasons, *dtype_reasons(x, weight)] if isinstance(x, Tensor) else reasons
 
     def _compile_reasons(self, tensors: Sequence[Tensor | None], form: str, *_: Any) -> list[str]:
         return [] if form == "tensor" else [f"a {form} while compiling"]
