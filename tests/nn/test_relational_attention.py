@@ -165,3 +165,14 @@ def test_films(name, options):
     edges = data.edge_index_dict
     x_dict = {node: x[:, :8].double() for node, x in data.x_dict.items()}
     assert_same(both(name, 8, 8, (list(x_dict), list(edges)), **options), x_dict, edges)
+
+
+def test_dtype_of_han_under_autocast():
+    """Scores of parameters in float32 make PyG's sums float32."""
+    x_dict, edges = hetero()
+    x_dict = {node: x.float() for node, x in x_dict.items()}
+    own, pygs = both("HANConv", WIDTHS, 8, METADATA, heads=2, dtype=torch.float32)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        results = [conv(x_dict, edges) for conv in (own, pygs)]
+    for node, want in results[1].items():
+        assert (want is None and results[0][node] is None) or results[0][node].dtype is want.dtype

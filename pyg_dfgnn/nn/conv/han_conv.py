@@ -12,7 +12,7 @@ from pyg_dfgnn.ir.layers import Layer
 from pyg_dfgnn.nn.conv.hetero import JointConv
 from pyg_dfgnn.nn.conv_call import ConvCall
 from pyg_dfgnn.nn.dense import TorchLinear
-from pyg_dfgnn.nn.gate import is_plain_layer, methods_of
+from pyg_dfgnn.nn.gate import finalize_dtype, is_plain_layer, methods_of, promoted_dtype
 from pyg_dfgnn.nn.programs import kept_by_dropout
 from pyg_dfgnn.ops.relational import RowSet
 
@@ -73,6 +73,7 @@ class HANConv(JointConv, conv.HANConv):
         z = self._run(call, graph, *self._program(call, graph, x_dict))["out"]
         share = self._shares(call, graph, z)
         out = self._run(call, graph, ("han_mean",), {"z": z, "share": share})["out"]
+        out = finalize_dtype(out, promoted_dtype(call.problem[0], self.q.dtype, out.is_cuda), False)
         received = {edge_type[-1] for edge_type in edge_index_dict}
         parts = zip(sizes, out.split(list(sizes.values())), strict=True)
         out_dict = {name: rows if name in received else None for name, rows in parts}
