@@ -85,6 +85,8 @@ TOLERANCES: dict[tuple[str, str, str], Tolerance] = {
     ("relational", "bfloat16", BACKWARD): Tolerance(1e-2, 1e-2, _BF16 + _STEPS),
     ("relational", "float16", FORWARD): Tolerance(2e-3, 1.5e-3, _FP16 + _STEPS),
     ("relational", "float16", BACKWARD): Tolerance(2e-3, 1.5e-3, _FP16 + _STEPS),
+    ("relational", "float64", FORWARD): Tolerance(1e-10, None, _FP64),
+    ("relational", "float64", BACKWARD): Tolerance(1e-10, None, _FP64),
     ("gemm", "float32", FORWARD): Tolerance(5e-6, None, _FP32),
     ("gemm", "float32", BACKWARD): Tolerance(5e-6, None, _FP32),
     ("gemm", "tf32", FORWARD): Tolerance(2e-3, None, _TF32),
