@@ -2,8 +2,12 @@
 
 import multiprocessing
 import os
+import socket
 import sys
 import traceback
+
+import torch
+import torch.multiprocessing
 
 START = "forkserver"
 CONTEXT = multiprocessing.get_context(START)
@@ -43,3 +47,32 @@ def _execute(code, *paths):
     except BaseException:
         traceback.print_exc()
         sys.exit(1)
+
+
+def launch(size, function, *arguments, start_method=START):
+    """Run a function of a test module in so many processes that talk through gloo; any error is raised.
+
+    They come from a server that has imported everything; "spawn" makes fresh ones, as CUDA asks for.
+    """
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    torch.multiprocessing.start_processes(
+        _enter, (function, size, port, arguments), nprocs=size, start_method=start_method
+    )
+
+
+def _enter(rank, function, size, port, arguments):
+    from pyg_dfgnn.distributed import Group
+
+    torch.set_num_threads(1)
+    place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": size, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    os.environ.update({name: str(value) for name, value in place.items()})
+    try:
+        function(*arguments)
+    except BaseException:
+        # The others fail as they lose the connection, and only one error is raised.
+        traceback.print_exc()
+        raise
+    finally:
+        Group.close()

@@ -48,6 +48,11 @@ class Inputs:
         return self.x, self.draw("x_dst", self.graph.num_dst, FEATURES)
 
     @property
+    def back(self) -> Any:
+        """The edges the other way round."""
+        return self.edge_index.flip(0)
+
+    @property
     def edge_attr(self) -> Tensor:
         return self.draw("edge_attr", self.graph.num_edges, EDGE)
 
@@ -58,6 +63,10 @@ class Inputs:
     @property
     def pos(self) -> Tensor:
         return self.draw("pos", self.graph.num_src, 3)
+
+    @property
+    def node_type(self) -> Tensor:
+        return torch.arange(self.graph.num_src, device=self.device) % 2
 
     @property
     def edge_type(self) -> Tensor:
@@ -128,7 +137,7 @@ def _make_dynamic() -> torch.nn.Module:
 
 
 def _mesh(conv: Any, i: Inputs) -> Any:
-    edges = torch.arange(16)
+    edges = torch.arange(16, device=i.device)
     return conv(i.draw("x", 4, FEATURES), torch.stack([edges % 4, edges // 4]))
 
 
@@ -138,8 +147,8 @@ def _hypergraph(conv: Any, i: Inputs) -> Any:
 
 
 def _hetero(conv: Any, i: Inputs) -> Any:
-    nodes = {"a": i.x, "b": i.draw("x_dst", i.graph.num_dst, FEATURES)}
-    edges = {("a", "to", "b"): i.edge_index, ("b", "back", "a"): i.edge_index.flip(0)}
+    nodes = dict(zip(("a", "b"), i.pair, strict=True))
+    edges = {("a", "to", "b"): i.edge_index, ("b", "back", "a"): i.back}
     return list(conv(nodes, edges).values())
 
 
@@ -165,9 +174,7 @@ TRACED: dict[str, Case] = {
     "APPNP": Case(partial(pyg.APPNP, 3, 0.2), _weighted),
     "MFConv": Case(partial(pyg.MFConv, FEATURES, WIDTH, max_degree=2), _x),
     "RGCNConv": Case(partial(pyg.RGCNConv, FEATURES, WIDTH, 2), _typed),
-    "SignedConv": Case(
-        partial(pyg.SignedConv, FEATURES, WIDTH, True), lambda c, i: c(i.x, i.edge_index, i.edge_index.flip(0))
-    ),
+    "SignedConv": Case(partial(pyg.SignedConv, FEATURES, WIDTH, True), lambda c, i: c(i.x, i.edge_index, i.back)),
     "ClusterGCNConv": Case(partial(pyg.ClusterGCNConv, FEATURES, WIDTH), _x),
     "GCN2Conv": Case(
         partial(pyg.GCN2Conv, FEATURES, 0.3),
@@ -226,7 +233,7 @@ EDGE_MLP: dict[str, Case] = {
     "NNConv": Case(lambda: pyg.NNConv(FEATURES, WIDTH, _mlp(EDGE, 5, FEATURES * WIDTH)), _attributed),
     "HEATConv": Case(
         partial(pyg.HEATConv, FEATURES, WIDTH, 2, 2, 3, EDGE, 3, heads=2),
-        lambda c, i: c(i.x, i.edge_index, torch.arange(i.graph.num_src, device=i.device) % 2, i.edge_type, i.edge_attr),
+        lambda c, i: c(i.x, i.edge_index, i.node_type, i.edge_type, i.edge_attr),
     ),
 }
 """Classes with a product per edge: they trace, and no kernel has to take them yet."""
@@ -309,18 +316,37 @@ def twins(make: Callable[[], torch.nn.Module]) -> tuple[torch.nn.Module, torch.n
     return layer, marked
 
 
+def tensors_of(out: Any) -> list[Tensor]:
+    """Return the tensors that a call returns."""
+    return [o for o in (out if isinstance(out, (list, tuple)) else [out]) if o is not None]
+
+
+def outputs_of(call: Callable[..., Any], case: Case, inputs: Inputs) -> list[Tensor]:
+    """Return the outputs of a call; what it draws is the same in each."""
+    torch.manual_seed(4)
+    return tensors_of(case.call(call, inputs))
+
+
+def weights_of(outs: list[Tensor]) -> list[Tensor]:
+    """Return a random number for each number of the outputs, the same ones in each call."""
+    generator = torch.Generator().manual_seed(6)
+    return [torch.randn(o.shape, dtype=torch.float64, generator=generator).to(o.device) for o in outs]
+
+
+def loss_of(outs: list[Tensor], weights: list[Tensor] | None = None) -> Tensor:
+    """Return the sum of the outputs, each number times its weight."""
+    weights = weights_of(outs) if weights is None else weights
+    return sum((o * weight).sum() for o, weight in zip(outs, weights, strict=True))  # type: ignore[return-value]
+
+
 def outputs_and_gradients(
     layer: torch.nn.Module, case: Case, graph: EdgeList, dtype: torch.dtype = torch.float64, device: str = "cpu"
 ) -> dict[str, Tensor]:
     """Return the outputs of a call and the gradients of its inputs and of the layer's parameters by name."""
     inputs = Inputs(graph, dtype, device)
-    torch.manual_seed(4)
-    out = case.call(layer, inputs)
-    outs = [o for o in (out if isinstance(out, (list, tuple)) else [out]) if o is not None]
+    outs = outputs_of(layer, case, inputs)
     leaves = inputs.leaves | dict(layer.named_parameters())
-    generator = torch.Generator().manual_seed(6)
-    loss = sum((o * torch.randn(o.shape, dtype=torch.float64, generator=generator).to(device)).sum() for o in outs)
-    gradients = torch.autograd.grad(loss, list(leaves.values()), allow_unused=True)
+    gradients = torch.autograd.grad(loss_of(outs), list(leaves.values()), allow_unused=True)
     named = {
         f"d_{name}": torch.zeros_like(leaf) if g is None else g for (name, leaf), g in zip(leaves.items(), gradients)
     }
