@@ -7,6 +7,17 @@ import pytest
 from tests.proofs.outcomes import FAILED, PASSED, SKIPPED, TIME_IS_UP, Outcome
 
 
+def reason_of(report: pytest.TestReport) -> str:
+    """Return why a test was skipped or has failed; nothing where it has passed."""
+    if report.skipped:
+        return report.longrepr[2].removeprefix("Skipped: ") if isinstance(report.longrepr, tuple) else "xfail"
+    if report.passed:
+        return ""
+    crash = getattr(report.longrepr, "reprcrash", None)
+    lines = str(crash.message if crash else report.longrepr).strip().splitlines()
+    return f"{report.nodeid}: {lines[0] if crash else lines[-1]}"
+
+
 class Reporter:
     """Rows of the tests that pytest runs; those left when time is up are skipped."""
 
@@ -31,13 +42,7 @@ class Reporter:
         before = self.rows.get(report.nodeid)
         if before is not None and before.outcome == FAILED:
             return
-        reason = ""
-        if report.skipped:
-            reason = report.longrepr[2].removeprefix("Skipped: ") if isinstance(report.longrepr, tuple) else "xfail"
-        elif report.failed:
-            crash = getattr(report.longrepr, "reprcrash", None)
-            lines = str(crash.message if crash else report.longrepr).strip().splitlines()
-            reason = f"{report.nodeid}: {lines[0] if crash else lines[-1]}"
+        reason = reason_of(report)
         outcome = PASSED if report.passed else SKIPPED if report.skipped else FAILED
         name = self._names.get(report.nodeid, report.nodeid)
         self.rows[report.nodeid] = Outcome(name, outcome, reason, f"{report.duration:.1f}")
