@@ -129,7 +129,89 @@ def means() -> str:
     return tables.means_table([row for name in ("fig9", "fig10a", "fig10b") for row in timings(name)], "unfused")
 
 
-PUBLISHED: dict[str, Callable[[], str]] = {make.__name__: make for make in (loops, edge_networks, means)}
+PROOFS = ("faults", "sanitizer", "determinism", "soak")
+
+
+def _proofs(name: str) -> dict[str, list[Row]]:
+    """The rows of a proof by machine."""
+    found: dict[str, list[Row]] = {}
+    for path in sorted((ROOT / "results" / "proofs").glob(f"{name}-*.csv")):
+        rows: list[Row] = [*Table.read(path)]
+        # The samples of the soak have no outcome.
+        if rows and "outcome" in rows[0]:
+            found[path.stem.removeprefix(f"{name}-")] = rows
+    return found
+
+
+def proofs() -> str:
+    """What came of each proof on each machine."""
+    body = []
+    for name in PROOFS:
+        for machine, rows in _proofs(name).items():
+            counts = [sum(row["outcome"] == outcome for row in rows) for outcome in ("passed", "skipped", "failed")]
+            skipped = dict.fromkeys(row["reason"] for row in rows if row["outcome"] == "skipped")
+            body.append([name, machine, *counts, "; ".join(skipped) or "-", rows[0]["digest"]])
+    return markdown(["proof", "machine", "passed", "skipped", "failed", "why skipped", "digest"], body)
+
+
+def _outcomes(name: str) -> str:
+    """The rows of a proof."""
+    body = [
+        [machine, row["name"], row["outcome"], row["reason"]] for machine, rows in _proofs(name).items() for row in rows
+    ]
+    return markdown(["machine", "what", "outcome", "reason"], body)
+
+
+def faults() -> str:
+    """What came of each fault."""
+    return _outcomes("faults")
+
+
+def sanitizer() -> str:
+    """What each tool found."""
+    return _outcomes("sanitizer")
+
+
+def soak() -> str:
+    """How much each quantity changes over the last half of a soak."""
+    return _outcomes("soak")
+
+
+BITS = {
+    "run_to_run": "run to run",
+    "call_to_call": "call to call",
+    "batch": "in another batch",
+    "threads": "two threads",
+    "device": "another GPU",
+}
+
+
+def determinism() -> str:
+    """Which results are equal bit by bit, per layer; layers with the same cells share a row."""
+    groups: dict[tuple[str, ...], list[str]] = {}
+    for machine, rows in _proofs("determinism").items():
+        of_layer: dict[tuple[str, str], list[Row]] = {}
+        for row in rows:
+            of_layer.setdefault((row["setting"], row["op"]), []).append(row)
+        for (setting, layer), by_dtype in of_layer.items():
+            cells = [_cell({row["dtype"]: row[name] or "not run" for row in by_dtype}) for name in BITS]
+            is_pyg = any(row["reason"].startswith("PyG's code") for row in by_dtype)
+            groups.setdefault((machine, setting, *cells), []).append(f"{layer} (PyG's code)" if is_pyg else layer)
+    # By machine and setting; rows of many layers first.
+    ordered = sorted(groups.items(), key=lambda group: (*group[0][:2], -len(group[1])))
+    body = [[machine, setting, ", ".join(layers), *cells] for (machine, setting, *cells), layers in ordered]
+    return markdown(["machine", "setting", "layers", *BITS.values()], body)
+
+
+def _cell(by_dtype: dict[str, str]) -> str:
+    """One cell for all dtypes, which are named where they differ."""
+    if len(set(by_dtype.values())) == 1:
+        return next(iter(by_dtype.values()))
+    return ", ".join(f"{dtype} {found}" for dtype, found in by_dtype.items())
+
+
+_MADE = (loops, edge_networks, means, proofs, faults, sanitizer, determinism, soak)
+PUBLISHED: dict[str, Callable[[], str]] = {make.__name__: make for make in _MADE}
 """What documents may hold, by name."""
 
 _PLACE = re.compile(r"(<!-- published: (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)

@@ -36,3 +36,36 @@ def test_edge_networks_have_a_time_and_a_peak(write):
     write(*(("edge_networks", "h64", model, way, "ok", 9.5, 1, 2310 if way == "pyg" else "")
             for model in published.EDGE_NETWORKS for way in ways))  # fmt: skip
     assert "| `NNConv`, 64 | 9.5 / 2,310 | 9.5 | 9.5 | 9.5 | 9.5 |" in published.edge_networks()
+
+
+@pytest.fixture
+def proofs(tmp_path, monkeypatch):
+    monkeypatch.setattr(published, "ROOT", tmp_path)
+    folder = tmp_path / "results" / "proofs"
+    folder.mkdir(parents=True)
+    return folder
+
+
+def test_proofs_are_counted_per_machine(proofs):
+    header, rest = "name,outcome,reason,digest\n", "no disk,passed,,abc\nno GPU,skipped,needs one,abc\n"
+    (proofs / "faults-x86_64.csv").write_text(header + rest)
+    (proofs / "soak-samples-x86_64.csv").write_text("seconds,steps\n1,2\n")
+    assert published.proofs().splitlines()[2:] == ["| faults | x86_64 | 1 | 1 | 0 | needs one | abc |"]
+    assert published.faults().splitlines()[-1] == "| x86_64 | no GPU | skipped | needs one |"
+    assert len(published.soak().splitlines()) == 2
+
+
+def test_layers_with_the_same_bits_share_a_row(proofs):
+    fields = ("op", "dtype", "setting", "outcome", "reason", *published.BITS)
+    rows = [
+        (op, dtype, "default", "passed", reason, "bit-equal", *3 * ["bit-equal"], device)
+        for op, reason in (("A", ""), ("B", "PyG's code: few"), ("C", ""))
+        for dtype, device in (("float32", "not run"), ("bfloat16", "differs" if op == "C" else "not run"))
+    ]
+    table = [dict(zip(fields, row, strict=True)) for row in rows]
+    Table(proofs / "determinism-gpu.csv", fields).append(table)
+    equal = "bit-equal | bit-equal | bit-equal | bit-equal"
+    assert published.determinism().splitlines()[2:] == [
+        f"| gpu | default | A, B (PyG's code) | {equal} | not run |",
+        f"| gpu | default | C | {equal} | float32 not run, bfloat16 differs |",
+    ]

@@ -10,8 +10,8 @@ import logging
 import multiprocessing
 import os
 import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -235,7 +235,6 @@ def compare(op: str, dtype: str, setting: str, whole: EdgeList) -> Row:
     """Make the row of an op."""
     started, device, case = time.perf_counter(), device_of(), cases()[op]
     names = {"name": f"{op} {dtype} {setting}", "op": op, "dtype": dtype, "setting": setting}
-    logging.getLogger("pyg_dfgnn").addHandler(logging.NullHandler())
     reason = ""
     try:
         with _on(device):
@@ -270,8 +269,13 @@ def compare(op: str, dtype: str, setting: str, whole: EdgeList) -> Row:
     return Row(outcome=outcome, reason=reason, seconds=seconds, bits=bits_of(first[-1]), **names, **found)
 
 
-def _compare(task: tuple[str, str, str, EdgeList]) -> Row:
-    return compare(*task)
+def _compare(task: tuple[str, str, Sequence[str], EdgeList]) -> list[Row]:
+    op, dtype, settings, whole = task
+    return [compare(op, dtype, setting, whole) for setting in settings]
+
+
+def _log_nothing() -> None:
+    logging.getLogger("pyg_dfgnn").addHandler(logging.NullHandler())
 
 
 def beside(row: Row, folder: Path, own: Path) -> str:
@@ -302,19 +306,18 @@ def main(arguments: list[str] | None = None) -> int:
     )
     started = time.perf_counter()
     whole = sbm(512, 40) if is_cuda else sbm(6, 20)
-    tasks = [(op, dtype, setting, whole) for dtype in given.dtypes for op in given.ops for setting in settings]
+    # The settings of an op share its kernels, so one process compiles them.
+    tasks = [(op, dtype, settings, whole) for dtype in given.dtypes for op in given.ops]
     rows: dict[str, Row] = {}
-    with multiprocessing.get_context("spawn").Pool(given.workers) as pool:
+    with multiprocessing.get_context("spawn").Pool(given.workers, _log_nothing) as pool:
         found = pool.imap_unordered(_compare, tasks)
-        while len(rows) < len(tasks):
-            try:
-                row = found.next(timeout=max(0.1, given.limit_seconds - (time.perf_counter() - started)))
-            except multiprocessing.TimeoutError:
-                break
-            rows[row.name] = row
+        with suppress(multiprocessing.TimeoutError):
+            for _ in tasks:
+                left = given.limit_seconds - (time.perf_counter() - started)
+                rows |= {row.name: row for row in found.next(timeout=max(0.1, left))}
         pool.terminate()
     own, table = path_of("determinism", given.out), []
-    for op, dtype, setting, _ in tasks:
+    for op, dtype, setting in ((op, dtype, setting) for op, dtype, _, _ in tasks for setting in settings):
         row = rows.get(f"{op} {dtype} {setting}")
         if row is None:
             row = Row(f"{op} {dtype} {setting}", SKIPPED, TIME_IS_UP, op=op, dtype=dtype, setting=setting)
