@@ -1,8 +1,8 @@
 """Compare results of each drop-in bit by bit: run to run, call to call, in another batch, in threads, on other GPUs.
 
-With `deterministic=True`, runs and threads that differ are a failure where kernels take the call, and with
-`check_ids="now"` also calls on the same edges. All else is measured and not promised. On a CPU the emulator runs the
-kernels, and the second run takes threads and blocks in random order.
+With `deterministic=True` and torch's deterministic algorithms, runs and threads that differ are a failure where kernels
+take the call, and with `check_ids="now"` also calls on the same edges. All else is measured and not promised. On a CPU
+the emulator runs the kernels, and the second run takes threads and blocks in random order.
 """
 
 import hashlib
@@ -185,9 +185,20 @@ def bits_of(results: Mapping[str, Tensor]) -> str:
 
 
 @contextmanager
-def _on(device: torch.device, order: str = "forward") -> Iterator[None]:
-    with nullcontext() if device.type == "cuda" else emulated_device(order, seed=1):
+def _on(device: torch.device, setting: str, order: str = "forward") -> Iterator[None]:
+    """Run kernels on a GPU or in the emulator, and what torch does beside them as the setting asks.
+
+    The emulator always asks for torch's deterministic algorithms.
+    """
+    if device.type == "cpu":
+        with emulated_device(order, seed=1):
+            yield
+        return
+    torch.use_deterministic_algorithms(bool(SETTINGS[setting]["deterministic"]), warn_only=True)
+    try:
         yield
+    finally:
+        torch.use_deterministic_algorithms(False)
 
 
 def made(case: Case, dtype: torch.dtype) -> torch.nn.Module:
@@ -237,7 +248,7 @@ def compare(op: str, dtype: str, setting: str, whole: EdgeList) -> Row:
     names = {"name": f"{op} {dtype} {setting}", "op": op, "dtype": dtype, "setting": setting}
     reason = ""
     try:
-        with _on(device):
+        with _on(device, setting):
             run = partial(sequence, case, made(case, DTYPES[dtype]), whole, DTYPES[dtype])
             pyg_dfgnn.settings(**SETTINGS[setting], fallback="error")
             try:
@@ -252,7 +263,7 @@ def compare(op: str, dtype: str, setting: str, whole: EdgeList) -> Row:
             rows = {"edge": of_part.edges, "node": of_part.nodes}
             cut = {name: first[-1][name][rows["edge" if name.startswith("d edge") else "node"]] for name in alone}
             threads = in_threads(run)
-        with _on(device, "random"):
+        with _on(device, setting, "random"):
             again = run()
     except Exception as error:
         return Row(outcome=FAILED, reason=f"{type(error).__name__}: {error}", **names)
@@ -281,7 +292,7 @@ def _log_nothing() -> None:
 def beside(row: Row, folder: Path, own: Path) -> str:
     """Compare the bits of a row with those that were found on other GPUs."""
     cells = []
-    for path in sorted(folder.glob("determinism-*.csv")):
+    for path in sorted(folder.glob("determinism-nvidia-*.csv")):
         for other in Table.read(path) if path != own else []:
             if (other["op"], other["dtype"], other["setting"]) == (row.op, row.dtype, row.setting) and other["bits"]:
                 name = path.stem.removeprefix("determinism-")
@@ -304,6 +315,8 @@ def main(arguments: list[str] | None = None) -> int:
         ),
         ("--workers", {"type": int, "default": max(1, min(8, (os.cpu_count() or 2) // 2)), "help": "processes"}),
     )
+    # For cuBLAS, as torch asks for it.
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     started = time.perf_counter()
     whole = sbm(512, 40) if is_cuda else sbm(6, 20)
     # The settings of an op share its kernels, so one process compiles them.

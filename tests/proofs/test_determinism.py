@@ -58,12 +58,12 @@ def test_results_that_change_are_a_failure(monkeypatch):
 
 
 def test_bits_of_other_gpus(tmp_path):
-    own, other = (tmp_path / f"determinism-{name}.csv" for name in ("h200", "h100"))
+    own, other = (tmp_path / f"determinism-nvidia-{name}.csv" for name in ("h200", "h100"))
     row = Row("a", PASSED, op="GATConv", dtype="float32", setting="default", bits="abc")
     assert beside(row, tmp_path, own) == "not run"
     own.write_text("op,dtype,setting,bits\nGATConv,float32,default,abc\n")
     assert beside(row, tmp_path, own) == "not run"
     other.write_text("op,dtype,setting,bits\nGATConv,float32,default,abc\nGATConv,float32,other,x\n")
-    assert beside(row, tmp_path, own) == "bit-equal (h100)"
+    assert beside(row, tmp_path, own) == "bit-equal (nvidia-h100)"
     other.write_text("op,dtype,setting,bits\nGATConv,float32,default,abd\n")
-    assert beside(row, tmp_path, own) == "differs (h100)"
+    assert beside(row, tmp_path, own) == "differs (nvidia-h100)"
