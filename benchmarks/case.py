@@ -273,7 +273,7 @@ class TorchCompiled(Implementation):
         self.backend = backend
 
     def prepare(self, case: Case, graph: EdgeList, inputs: Inputs) -> Forward:
-        torch._dynamo.reset()
+        torch.compiler.reset()
         compiled = torch.compile(self.call(case, graph, inputs), backend=self.backend, dynamic=False)
         return lambda: compiled(inputs)
 

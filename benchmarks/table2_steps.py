@@ -24,6 +24,7 @@ from pyg_dfgnn.datasets import Task
 from pyg_dfgnn.errors import check_range
 from pyg_dfgnn.graph import Graph
 from pyg_dfgnn.reference.tolerances import relative_error
+from pyg_dfgnn.torch_private import foreach_copy
 from pyg_dfgnn.training.metrics import IGNORED
 from pyg_dfgnn.training.run import make_model, make_optimizer
 from pyg_dfgnn.training.step import make_step
@@ -393,7 +394,7 @@ def step_by_step(backend: Backend, setup: Setup, reference: Reference) -> dict[s
     wanted: list[float] = []
     for index in range(setup.pace.steps):
         with torch.no_grad():
-            torch._foreach_copy_(list(model.parameters()), list(other.parameters()))
+            foreach_copy(list(model.parameters()), list(other.parameters()))
         before = [parameter.detach().clone() for parameter in model.parameters()]
         with pyg_dfgnn.local_settings(**backend.settings):
             losses.append(float(turns(index)))
@@ -416,7 +417,7 @@ def _step(
     called: Any = model
     if backend.compile:
         # Compilations of one model class count together, and end in an error beyond a number.
-        torch._dynamo.reset()
+        torch.compiler.reset()
         called = torch.compile(model, fullgraph=True, dynamic=not task.full_graph)
 
     def make(data: Any) -> Step:

@@ -11,6 +11,8 @@ from typing import Any
 
 import torch
 
+from pyg_dfgnn.torch_private import cuda_sleep
+
 TimedCall = Callable[[], Any]
 
 WARM_UPS = 3
@@ -110,7 +112,7 @@ class Timer:
     def _head_start(self, position: int, host_ms: float) -> None:
         """Lets the device wait before every tenth short call, as long as the host needs for ten."""
         if self.on_gpu and host_ms and position % HEAD_START_CALLS == 0:
-            torch.cuda._sleep(int(HEAD_START_FACTOR * HEAD_START_CALLS * host_ms * CYCLES_PER_MS))
+            cuda_sleep(int(HEAD_START_FACTOR * HEAD_START_CALLS * host_ms * CYCLES_PER_MS))
 
     def _warm_up(self, call: TimedCall) -> tuple[float, float]:
         """Milliseconds of one warm call on the device, and of the host for it; 0 for the host of a long call."""

@@ -17,7 +17,7 @@ from pyg_dfgnn.statements.scores import SCORES
 PACKAGE = Path(pyg_dfgnn.__file__).parent
 ROOT = PACKAGE.parent
 MAX_LINES = 600
-LEAVES = {"errors", "fallback", "operator", "settings", "paths", "profiling", "threads", "statements"}
+LEAVES = {"errors", "fallback", "operator", "settings", "paths", "profiling", "threads", "torch_private", "statements"}
 ALLOWED = {
     "graph": set(),
     "runtime": set(),
@@ -143,6 +143,42 @@ def is_of_score(path: Path) -> bool:
     """Whether a file belongs to one score, or is the table of all of them."""
     parts = path.relative_to(ROOT).with_suffix("").parts
     return "scores" in parts or parts[-1] in SCORES
+
+
+def private_names(tree: ast.AST) -> list[str]:
+    """Names of torch that begin with an underscore, imported or read off a module of torch."""
+    imported, names = {"torch"}, []
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "torch":
+            imported |= {alias.asname or alias.name for alias in node.names if alias.name.islower()}
+            names += [f"{node.module}.{alias.name}" for alias in node.names]
+        elif isinstance(node, ast.Import):
+            names += [alias.name for alias in node.names if alias.name.split(".")[0] == "torch"]
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute) and ast.unparse(node).split(".")[0] in imported:
+            names.append(ast.unparse(node))
+    return [name for name in names if any(re.match("_(?!_)", part) for part in name.split("."))]
+
+
+def test_private_names_of_torch_are_in_one_file():
+    found = {relative(path): private_names(parsed(path)) for path in SOURCES if path.stem != "torch_private"}
+    assert {path: names for path, names in found.items() if names} == {}
+
+
+@pytest.mark.parametrize(
+    ("line", "count"),
+    [
+        ("import torch._dynamo", 1),
+        ("from torch.utils._pytree import tree_map", 1),
+        ("from torch.nn.modules.module import _has_any_global_hook", 1),
+        ("from torch.autograd import forward_ad\nlevel = forward_ad._current_level", 1),
+        ("import torch\ntracing = torch._C._is_tracing()", 2),
+        ("import torch\nversion = torch.__version__", 0),
+        ("from torch import Tensor\nself._version = Tensor.shape", 0),
+    ],
+)
+def test_private_name_of_torch_is_seen(line, count):
+    assert len(private_names(ast.parse(line))) == count
 
 
 def test_arrows_point_down():

@@ -24,6 +24,7 @@ from benchmarks.timing import Timer, Timing
 from pyg_dfgnn.errors import UnsupportedError, check_choice
 from pyg_dfgnn.graph import Graph
 from pyg_dfgnn.reference.tolerances import relative_error, worst_beside
+from pyg_dfgnn.torch_private import dynamo_config
 
 FIELDS = (
     "loop model size implementation status ms iqr_ms blocks baseline baseline_ms ratio peak_mb warm_up_s "
@@ -90,7 +91,7 @@ class Turns:
     def measure(self) -> dict[str, dict[str, Any]]:
         """Rows by implementation: the reason why there is no time, or the time."""
         torch.manual_seed(0)
-        torch._dynamo.reset()
+        torch.compiler.reset()
         batch = self.batches.take(0, 1)[0]
         model = self.case.make(batch).to(self.timer.device)
         reference = first_step(self.case, copy.deepcopy(model).double(), in_float64(batch))
@@ -198,7 +199,7 @@ def run(config: Mapping[str, Any]) -> int:
             profile.run(case, config["implementations"], timer, config["block"])
         return 0
     # Compiled steps of one class but of several models count together.
-    torch._dynamo.config.recompile_limit = 64
+    dynamo_config.recompile_limit = 64
     table = Table(folder / "loops.csv", FIELDS)
     if config["restart"]:
         table.keep([])

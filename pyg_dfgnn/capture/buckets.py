@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map_only
 from torch_geometric.data import Batch, Data
 from torch_geometric.nn import norm as graph_norms
 
@@ -20,6 +19,7 @@ from pyg_dfgnn.graph.forms import INDEX_DTYPES
 from pyg_dfgnn.ops.eager import differentiable, differentiated
 from pyg_dfgnn.ops.graph import refill, reports
 from pyg_dfgnn.ops.visits import refilled
+from pyg_dfgnn.torch_private import BatchNormBase, InstanceNormBase, foreach_copy, tree_map_only
 
 IGNORED = -100
 """Label that losses and metrics leave out, such as of padding; torch's default `ignore_index`."""
@@ -29,8 +29,8 @@ _NOT_COPIED = ("edge_index", "num_nodes", "ptr")
 _DEVIATIONS, _SHARE = 3.0, 1 / 64
 # These norms compare the nodes of a graph or batch, so that padding would change their statistics.
 _REFUSED = (
-    nn.modules.batchnorm._BatchNorm,
-    nn.modules.instancenorm._InstanceNorm,
+    BatchNormBase,
+    InstanceNormBase,
     graph_norms.GraphNorm,
     graph_norms.PairNorm,
     graph_norms.MeanSubtractionNorm,
@@ -272,7 +272,7 @@ class Bucket:
         edges = counts["edge"]
         room = [self.batch[name][: counts[kind]] for name, kind in self.levels.items()]
         room.append(self.batch.edge_index[:, :edges])
-        torch._foreach_copy_(room, [*(batch[name] for name in self.levels), batch.edge_index])
+        foreach_copy(room, [*(batch[name] for name in self.levels), batch.edge_index])
         # Rows behind the previous batch hold padding already.
         for name, kind in self.levels.items():
             if counts[kind] < self.filled[kind]:

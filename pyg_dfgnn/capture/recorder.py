@@ -10,9 +10,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_leaves
 
 from pyg_dfgnn.errors import check_type
+from pyg_dfgnn.torch_private import end_allocations, tree_leaves
 
 Work = Callable[[], tuple[Tensor, Any]]
 """Returns a loss and an output: a tensor, or tensors in containers."""
@@ -49,7 +49,7 @@ def _end_allocations(device: torch.device, graph: torch.cuda.CUDAGraph) -> None:
     """Let PyTorch's allocator free memory again after a capture that CUDA has ended, which it takes to be under way."""
     # Where the capture came to its end there is nothing to end.
     with suppress(RuntimeError):
-        torch._C._cuda_endAllocateToPool(device.index, graph.pool())
+        end_allocations(device.index, graph.pool())
 
 
 @contextmanager

@@ -12,7 +12,6 @@ from weakref import ref
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.utils._pytree import tree_map_only
 from torch_geometric.data import Data
 from torch_geometric.data.data import BaseData
 
@@ -25,6 +24,7 @@ from pyg_dfgnn.fallback import inform_once
 from pyg_dfgnn.frontend.derived import edges_stay
 from pyg_dfgnn.nn.registry import layer_rows
 from pyg_dfgnn.settings import current, local_settings
+from pyg_dfgnn.torch_private import tree_map_only
 
 Loss = Callable[[Any, Any], Tensor]
 ForwardFunction = Callable[[nn.Module, Any], Any]

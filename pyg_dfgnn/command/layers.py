@@ -10,8 +10,9 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_leaves, tree_map
 from torch_geometric.nn import GATConv, MessagePassing, RGCNConv, SAGEConv
+
+from pyg_dfgnn.torch_private import tree_leaves, tree_map
 
 FUNCTION = "a function of yours that returns (model, batch) or (model, tuple of arguments); layers of ours by default"
 NO_GPU = "PyTorch finds no GPU, and kernels run on no CPU"

@@ -9,7 +9,6 @@ from typing import Any
 import torch
 import torch_geometric.nn as pyg
 from torch import Tensor, nn
-from torch._dynamo.eval_frame import OptimizedModule
 from torch.nn.parallel import DistributedDataParallel
 from torch_geometric.nn import MessagePassing, aggr
 from torch_geometric.nn import conv as upstream
@@ -18,6 +17,7 @@ from pyg_dfgnn.distributed.group import Group
 from pyg_dfgnn.distributed.norm import SyncBatchNorm
 from pyg_dfgnn.distributed.partition import PartitionedGraph
 from pyg_dfgnn.graph.ends import PartitionedEdges
+from pyg_dfgnn.torch_private import BatchNormBase, OptimizedModule
 
 PAIR = (
     *(upstream.GATConv, upstream.GATv2Conv, upstream.TransformerConv, upstream.SAGEConv, upstream.GINConv),
@@ -80,7 +80,7 @@ def wrap(model: nn.Module, group: Group, stream: torch.cuda.Stream | None = None
     for module in model.modules():
         if type(module) is nn.BatchNorm1d:
             module.__class__ = SyncBatchNorm
-        elif isinstance(module, nn.modules.batchnorm._BatchNorm) and not isinstance(module, SyncBatchNorm):
+        elif isinstance(module, BatchNormBase) and not isinstance(module, SyncBatchNorm):
             raise TypeError(f"'model' needs BatchNorm1d on several processes (got {type(module).__name__})")
     if not any(parameter.requires_grad for parameter in model.parameters()):
         return model

@@ -11,12 +11,16 @@ from types import CodeType, FunctionType
 from typing import Any
 
 import torch
-from torch._dynamo.exc import ResumePrologueTracingError
-from torch._dynamo.types import ConvertFrameReturn
-from torch.fx.experimental import _config as shapes_config
 
 from pyg_dfgnn.frontend.backend import Compiler
 from pyg_dfgnn.ops.visits import capturing, step
+from pyg_dfgnn.torch_private import (
+    ConvertFrameReturn,
+    ResumePrologueTracingError,
+    dynamo_config,
+    optimize,
+    shapes_config,
+)
 
 DYNAMO: dict[str, Any] = {
     "assume_static_by_default": False,
@@ -54,7 +58,7 @@ class _Configured:
 
     def __call__(self, frame: Any, *args: Any, **kwargs: Any) -> Any:
         with ExitStack() as settings:
-            settings.enter_context(torch._dynamo.config.patch(DYNAMO))
+            settings.enter_context(dynamo_config.patch(DYNAMO))
             settings.enter_context(shapes_config.patch(use_duck_shape=False))  # type: ignore[attr-defined]
             settings.enter_context(torch.compiler.config.patch(dynamic_sources=self._dynamic_sources()))  # type: ignore[attr-defined]
             settings.enter_context(capturing())
@@ -91,7 +95,7 @@ def captured(function: Any, compiler: Compiler) -> Callable[..., Any]:
     code = function.__code__.replace()
     own = FunctionType(code, function.__globals__, function.__name__, function.__defaults__, function.__closure__)
     own.__kwdefaults__ = function.__kwdefaults__
-    context: Any = torch._dynamo.optimize(backend=compiler)
+    context: Any = optimize(backend=compiler)
     context.callback = _Configured(context.callback, compiler)
     compiled: Callable[..., Any] = context(own)
     return compiled

@@ -18,6 +18,8 @@ from torch import Tensor
 from torch.fx import Graph, Node
 from torch.fx.node import map_arg
 
+from pyg_dfgnn.torch_private import HigherOrderOperator, OpOverload
+
 _OPERATORS: dict[Any, Callable[..., Any]] = {
     operator.iadd: operator.add,
     operator.isub: operator.sub,
@@ -81,7 +83,7 @@ def _edited(node: Node) -> list[Node]:
     if node.op not in ("call_function", "call_method"):
         return []
     name, out = name_of(node), node.kwargs.get("out")
-    if isinstance(node.target, torch._ops.OpOverload):
+    if isinstance(node.target, OpOverload):
         schema = node.target._schema.arguments
         written = [arg.name for arg in schema if arg.alias_info is not None and arg.alias_info.is_write]
         named = dict(zip((arg.name for arg in schema), node.args)) | node.kwargs
@@ -185,7 +187,7 @@ def functionalise(graph: Graph) -> Effects:
             continue
         name = name_of(node)
         context = name if name in _CONTEXTS else context
-        is_custom = isinstance(node.target, (torch._ops.OpOverload, torch._ops.HigherOrderOperator))
+        is_custom = isinstance(node.target, (OpOverload, HigherOrderOperator))
         is_named = _RANDOM.fullmatch(name) is not None and not _is_idle(node)
         if is_custom or is_named or node.op == "call_module":
             impure.add(node)

@@ -17,6 +17,7 @@ from pyg_dfgnn.ir.domains import D, Domain, E, One, S
 from pyg_dfgnn.ir.torch_front import FUNCTIONS, Symbol, TraceError, Tracer, fake_sizes
 from pyg_dfgnn.ir.torch_front.pointwise import filled
 from pyg_dfgnn.settings import current
+from pyg_dfgnn.torch_private import DisableTorchFunction
 
 CONSTANTS = {
     name: float("ones" in name) for kind in ("zeros", "ones") for name in (kind, f"new_{kind}", f"{kind}_like")
@@ -364,7 +365,7 @@ class Draft:
         """Return a symbol whose size and dtype are those of the FX graph."""
         if not isinstance(symbol, Symbol) or not isinstance(value, Tensor):
             raise self.tracer.stop("a result that is no tensor")
-        with torch._C.DisableTorchFunction():
+        with DisableTorchFunction():
             have, dtype = tuple(symbol.shape), symbol.dtype
         if have != self.shape_of(value, symbol.lead):
             raise self.tracer.stop(f"a shape of {list(have)} in place of {list(value.shape)}")
@@ -372,7 +373,7 @@ class Draft:
             return symbol
         if not self.tracer.has_autocast:
             raise self.tracer.stop(f"{dtype} in place of {value.dtype}")
-        with torch._C.DisableTorchFunction():
+        with DisableTorchFunction():
             meta = torch.empty(have, dtype=value.dtype, device="meta")
         return Symbol.of(
             meta, symbol.number, symbol.rows, lead=symbol.lead, ids=symbol.ids, lift=symbol.lift, shared=symbol.shared

@@ -11,7 +11,6 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.fx import Graph, Node
-from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 
 from pyg_dfgnn.frontend.derived import derived_nodes
 from pyg_dfgnn.frontend.functional import Effects, detach_no_grad, fold_sizes, functionalise, name_of, value_of
@@ -28,6 +27,7 @@ from pyg_dfgnn.frontend.importer import (
 )
 from pyg_dfgnn.ir.domains import D, E
 from pyg_dfgnn.ir.torch_front import Symbol, TraceError
+from pyg_dfgnn.torch_private import free_unbacked_symbols
 
 _OF_NODES = VIEWS | frozenset(
     "add sub rsub mul truediv div neg exp log sqrt pow clamp clamp_min masked_fill where eq reciprocal abs".split()

@@ -7,7 +7,6 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
-from torch._dynamo import lookup_backend
 from torch.fx import GraphModule
 
 from pyg_dfgnn.frontend.backend import compiled, watchers
@@ -21,6 +20,7 @@ from pyg_dfgnn.ops.function import run_traced
 from pyg_dfgnn.ops.relational.backend import KERNELS, backend
 from pyg_dfgnn.ops.relational.program import selected
 from pyg_dfgnn.ops.relational.traced import Name
+from pyg_dfgnn.torch_private import lookup_backend
 
 _logger = logging.getLogger("pyg_dfgnn")
 _NODES, _EDGES = 10_000, 160_000

@@ -11,6 +11,8 @@ import torch
 from torch import Tensor
 from typing_extensions import Self
 
+from pyg_dfgnn.torch_private import cuda_stream
+
 T = TypeVar("T")
 _MISSING: Any = object()
 
@@ -124,7 +126,7 @@ class Derived:
                 # Two threads may build at once: both get what the first has kept.
                 value = self._derived.setdefault(key, value)
             if has_arrays:
-                self._streams = {torch._C._cuda_getCurrentRawStream(self.device.index)}
+                self._streams = {cuda_stream(self.device.index)}
         return value  # type: ignore[no-any-return]
 
     def derived_bytes(self) -> dict[Hashable, int]:
@@ -170,7 +172,7 @@ class Derived:
         streams = self._streams
         if streams is None:
             return self
-        handle = torch._C._cuda_getCurrentRawStream(self.device.index)
+        handle = cuda_stream(self.device.index)
         # The default stream, whose handle is 0, cannot be captured.
         if handle == 0 and 0 in streams:
             return self

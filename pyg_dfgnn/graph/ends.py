@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from pyg_dfgnn.errors import UnsupportedError
+from pyg_dfgnn.torch_private import DisableTorchFunctionSubclass
 
 
 class Part(Protocol):
@@ -75,7 +76,7 @@ class PartitionedEdges(Tensor):
     def __torch_function__(
         cls, func: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        with torch._C.DisableTorchFunctionSubclass():
+        with DisableTorchFunctionSubclass():
             return _called(func, tuple(args), dict(kwargs or {}))
 
 

@@ -7,7 +7,6 @@ from inspect import signature
 from typing import Any, TypeVar
 
 import torch
-from torch._dynamo.eval_frame import OptimizedModule
 from torch.fx import GraphModule
 from torch.nn.utils.parametrize import is_parametrized
 from torch_geometric.nn import MessagePassing
@@ -30,6 +29,7 @@ from pyg_dfgnn.nn.registry import (
     upstream_of,
 )
 from pyg_dfgnn.settings import current, local_settings
+from pyg_dfgnn.torch_private import OptimizedModule
 
 Model = TypeVar("Model", bound=torch.nn.Module)
 

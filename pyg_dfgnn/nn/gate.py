@@ -9,9 +9,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor
-from torch.autograd import forward_ad
-from torch.nn.modules.module import _has_any_global_hook
 from torch_geometric.nn import aggr
 from torch_geometric.nn.aggr import MultiAggregation
 from torch_geometric.nn.aggr.fused import FusedAggregation
@@ -30,6 +27,7 @@ from pyg_dfgnn.ops.eager import PLAIN, is_eager
 from pyg_dfgnn.ops.graph import may_run_again, unmeasured_graph
 from pyg_dfgnn.ops.visits import is_compiled_few, may_be_few, run_left
 from pyg_dfgnn.settings import current, local_settings
+from pyg_dfgnn.torch_private import FakeTensor, are_transforms_active, has_any_global_hook, is_forward_mode, is_tracing
 
 METHODS = ("message", "aggregate", "update", "edge_update", "message_and_aggregate")
 HOOKS = tuple(
@@ -200,7 +198,7 @@ def repetition_reasons(aggr_module: Any) -> list[str]:
 
 def is_plain_layer(layer: torch.nn.Module, kinds: Sequence[type]) -> bool:
     """Return whether the layer is of these classes, and calling it is a product with its weight and nothing else."""
-    if type(layer) not in kinds or _has_any_global_hook():
+    if type(layer) not in kinds or has_any_global_hook():
         return False
     attributes = layer.__dict__
     return keeps_weight(attributes["_parameters"]) and "forward" not in attributes and not has_hooks(layer)
@@ -260,7 +258,7 @@ def module_reasons(conv: "FusedConv", compiling: bool) -> list[str]:
 
 def only_reduces(conv: MessagePassing) -> bool:
     """Return whether PyG's propagation of a conv is its message and its aggregation, and nothing hooks into it."""
-    if not is_eager() or torch._C._is_tracing() or _has_any_global_hook():
+    if not is_eager() or is_tracing() or has_any_global_hook():
         return False
     own = conv.__dict__
     if own["_explain"] or own["_decomposed_layers"] != 1 or any(hooks_of(own)) or not own.keys().isdisjoint(METHODS):
@@ -271,11 +269,11 @@ def only_reduces(conv: MessagePassing) -> bool:
 def transform_reasons() -> list[str]:
     """Return what transforms around a call have against fused kernels."""
     reasons = []
-    if torch._C._is_tracing():
+    if is_tracing():
         reasons.append("TorchScript")
-    if torch._C._are_functorch_transforms_active():
+    if are_transforms_active():
         reasons.append("a torch.func transform is active")
-    if forward_ad._current_level >= 0:
+    if is_forward_mode():
         reasons.append("forward-mode differentiation is active")
     return reasons
 

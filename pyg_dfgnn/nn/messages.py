@@ -15,8 +15,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.modules.module import _has_any_global_hook
-from torch.utils.checkpoint import _StopRecomputationError
 
 from pyg_dfgnn.dispatch.core import fused_device_types
 from pyg_dfgnn.dispatch.traversal import storage_reasons
@@ -48,6 +46,7 @@ from pyg_dfgnn.ops.relational.backend import (
 from pyg_dfgnn.ops.relational.program import ALL_PASSES
 from pyg_dfgnn.ops.visits import is_new_tensor, may_be_few, step
 from pyg_dfgnn.settings import current, local_settings
+from pyg_dfgnn.torch_private import StopRecomputationError, has_any_global_hook, is_tracing
 
 __all__ = ["Mark", "clear", "describe", "interpreted", "lowered", "standing"]
 
@@ -56,7 +55,7 @@ WRAPPER = "_pyg_dfgnn_captures"
 UNCALLED = "its first call tells what of it becomes programs"
 """Said of a layer of which nothing is known before."""
 NO_GRAPH = "TorchDynamo captures no graph in which edges are gathered and reduced"
-_ERRORS = (IdRangeError, StaleError, UnsupportedError, torch.OutOfMemoryError, _StopRecomputationError)
+_ERRORS = (IdRangeError, StaleError, UnsupportedError, torch.OutOfMemoryError, StopRecomputationError)
 """Errors of a captured forward that are the user's to see, or by which a checkpoint ends its second forward."""
 _TENSORS = (Tensor, torch.nn.Parameter)
 
@@ -228,9 +227,9 @@ class Mark:
 
     def reasons(self, layer: Any, values: Iterable[Any]) -> list[str]:
         """Return what the state of the layer and of torch, and the values of a call have against captured code."""
-        if not is_eager() or torch._C._is_tracing() or intercepts_functions():
+        if not is_eager() or is_tracing() or intercepts_functions():
             return ["the call is traced, transformed or intercepted"]
-        if _has_any_global_hook():
+        if has_any_global_hook():
             return ["hooks on all modules are registered"]
         for part in self.parts:
             if reasons := state_reasons(part):

@@ -7,10 +7,10 @@ from inspect import signature
 from typing import Any, NamedTuple, cast
 
 import torch
-from torch.utils._pytree import tree_leaves
 from torch_geometric.nn import MessagePassing
 
 from pyg_dfgnn.settings import current
+from pyg_dfgnn.torch_private import tree_leaves
 
 DROP_INS: dict[type[torch.nn.Module], type[torch.nn.Module]] = {}
 """PyG's classes and ours in their place.

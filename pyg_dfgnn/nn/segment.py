@@ -22,6 +22,7 @@ from pyg_dfgnn.ops import segment
 from pyg_dfgnn.ops.eager import is_eager, is_plain
 from pyg_dfgnn.ops.visits import is_few, is_left, is_new, is_refilled, may_be_left, may_not_wait
 from pyg_dfgnn.statements.segment import EXTREMES, STATS
+from pyg_dfgnn.torch_private import is_tracing
 
 NAMES = {"add": "sum", "amax": "max", "amin": "min", **{name: name for name in STATS}}
 """Statistics with kernels, by PyG's names of reductions."""
@@ -51,7 +52,7 @@ def reasons_against(
         stats: Statistics, by PyG's names of reductions.
     """
     # torch.compile and torch.func have to see operators of torch.
-    if not is_eager() or torch._C._is_tracing():
+    if not is_eager() or is_tracing():
         return ["torch traces or transforms the call"]
     name, groups = ("index", index) if index is not None else ("ptr", ptr)
     for argument, tensor in (("x", x), (name, groups)):

@@ -7,37 +7,48 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd import Function, forward_ad, function
-from torch.utils._device import DeviceContext
+from torch.autograd import Function, function
 
 from pyg_dfgnn.settings import current
+from pyg_dfgnn.torch_private import (
+    DeviceContext,
+    add_batch_dim,
+    are_transforms_active,
+    dispatch_depth,
+    function_depth,
+    function_modes,
+    is_any_autocast_enabled,
+    is_forward_mode,
+    is_legacy_batched,
+    is_wrapped,
+    remove_batch_dim,
+)
 
 _logger = logging.getLogger("pyg_dfgnn")
 PLAIN = (Tensor, torch.nn.Parameter)
 """Types of tensors whose operators nothing overrides."""
-_is_wrapped = torch._C._functorch.is_functorch_wrapped_tensor
 
 
 def is_eager() -> bool:
     """Return whether nothing traces, transforms or intercepts operators, so that their dispatch can be skipped."""
     return (
         not torch.compiler.is_compiling()
-        and torch._C._len_torch_dispatch_stack() == 0
-        and not torch._C._are_functorch_transforms_active()
-        and forward_ad._current_level < 0
+        and dispatch_depth() == 0
+        and not are_transforms_active()
+        and not is_forward_mode()
     )
 
 
 def intercepts_functions() -> bool:
     """Return whether a mode sees torch's functions; that of a default device sees only those that make tensors."""
-    if not torch._C._len_torch_function_stack():
+    if not function_depth():
         return False
-    return any(type(mode) is not DeviceContext for mode in torch.overrides._get_current_function_mode_stack())
+    return any(type(mode) is not DeviceContext for mode in function_modes())
 
 
 def is_plain(tensor: object) -> bool:
     """Return whether something is a tensor with memory of its own: no subclass, and no wrapper of a transform."""
-    return type(tensor) in PLAIN and not _is_wrapped(tensor)  # type: ignore[arg-type]
+    return type(tensor) in PLAIN and not is_wrapped(tensor)  # type: ignore[arg-type]
 
 
 def aligned(tensor: Tensor) -> Tensor:
@@ -85,7 +96,7 @@ def is_for_torch(grads: Iterable[Tensor | None]) -> bool:
 
 def is_batched(grad: Tensor | None) -> bool:
     """Return whether a gradient stands for a batch of gradients (`is_grads_batched`, `vectorize`), without memory."""
-    return grad is not None and torch._C._functorch.is_legacy_batchedtensor(grad)
+    return grad is not None and is_legacy_batched(grad)
 
 
 def unpack_saved(ctx: Any, grads: Sequence[Tensor | None]) -> list[Tensor]:
@@ -109,8 +120,8 @@ def _one_by_one(backward: Callable[..., Any], ctx: Any, grads: Sequence[Tensor |
     example: Any = next(grad for grad in grads if is_batched(grad))
     # The threads of autograd are not told the level. A tensor seems empty at a level that it is not batched at.
     levels = range(_MAX_LEVEL, 0, -1)
-    level = next(level for level in levels if torch._remove_batch_dim(example, level, 0, 0).size(0))
-    unbatched: Callable[..., Tensor] = torch._remove_batch_dim
+    level = next(level for level in levels if remove_batch_dim(example, level, 0, 0).size(0))
+    unbatched: Callable[..., Tensor] = remove_batch_dim
     batches = [unbatched(grad, level, 0, 0) if is_batched(grad) else None for grad in grads]
     count = max(batch.size(0) for batch in batches if batch is not None)
     results = [
@@ -118,7 +129,7 @@ def _one_by_one(backward: Callable[..., Any], ctx: Any, grads: Sequence[Tensor |
         for place in range(count)
     ]
     return tuple(
-        torch._add_batch_dim(torch.stack(batch), 0, level) if isinstance(batch[0], Tensor) else None
+        add_batch_dim(torch.stack(batch), 0, level) if isinstance(batch[0], Tensor) else None
         for batch in zip(*results, strict=True)
     )
 
@@ -196,7 +207,7 @@ def differentiable(again: Callable[..., Any] | None = None) -> Callable[[Callabl
 
         @wraps(backward)
         def run(ctx: Any, *grads: Any) -> Any:
-            if not torch._C._is_any_autocast_enabled():
+            if not is_any_autocast_enabled():
                 return plain(ctx, *grads)
             # Backward may run in a region of autocast that forward was not in.
             kind = next((grad.device.type for grad in grads if grad is not None), "cpu")

@@ -18,6 +18,7 @@ from pyg_dfgnn.graph.refilled import RefilledGraph
 from pyg_dfgnn.graph.unmeasured import MEASURED_EDGES, VISITS, UnmeasuredGraph
 from pyg_dfgnn.runtime.launcher import Kernel, addresses, kernel_of, launch
 from pyg_dfgnn.statements.spec import Spec
+from pyg_dfgnn.torch_private import cuda_stream, current_graph_task_id, top_saved_tensors_hooks
 
 LONG_ROW = 2048
 """Edges of a row that one warp still takes in less time than PyG's kernels need to be launched. After a graph with a
@@ -80,9 +81,9 @@ def may_run_again(training: bool) -> bool:
 
     Checkpoints of activations hook what is saved, or run a model in training without gradients first.
     """
-    if torch._C._current_graph_task_id() >= 0 or (training and not torch.is_grad_enabled()):
+    if current_graph_task_id() >= 0 or (training and not torch.is_grad_enabled()):
         return True
-    return torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
+    return top_saved_tensors_hooks(True) is not None
 
 
 def unmeasured_graph(
@@ -126,7 +127,7 @@ def unmeasured_graph(
             return None
     elif graph.is_measured:
         return None
-    stream = torch._C._cuda_getCurrentRawStream(edge_index.device.index) if edge_index.is_cuda else None
+    stream = cuda_stream(edge_index.device.index) if edge_index.is_cuda else None
     # The default stream, whose handle is 0, cannot be captured.
     if stream and torch.cuda.is_current_stream_capturing():
         # Its arrays stay where they are for as long as the edges live.

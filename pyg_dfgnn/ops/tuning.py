@@ -16,6 +16,7 @@ from pyg_dfgnn.ops.host_codegen import CallShape, compile_group
 from pyg_dfgnn.runtime import launcher
 from pyg_dfgnn.settings import Settings
 from pyg_dfgnn.statements.op import FEATURES, TensorSpec
+from pyg_dfgnn.torch_private import cuda_sleep
 
 _logger = logging.getLogger("pyg_dfgnn")
 
@@ -39,7 +40,7 @@ def seconds_of(call: Callable[[], Any], device: torch.device) -> float:
 
 def _samples(call: Callable[[], Any], count: int) -> list[float]:
     events = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in range(count)]
-    torch.cuda._sleep(_HEAD_START_CYCLES)
+    cuda_sleep(_HEAD_START_CYCLES)
     for start, end in events:
         start.record()
         call()

@@ -12,6 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from pyg_dfgnn.torch_private import cuda_device, cuda_stream
+
 ALGORITHMS = {"default": 0, "csr_alg3": 12}
 """Algorithms of a product with a matrix in CSR by the number that cuSPARSE gives them; only csr_alg3 gives the same
 bits in every run."""
@@ -103,14 +105,14 @@ class SpMM:
             b: Address of B.
             c: Address of C.
         """
-        if self._index != torch._C._cuda_getDevice():
+        if self._index != cuda_device():
             with torch.cuda.device(self._index):
                 self(b, c)
             return
         binding = _binding()
         # The handle and the two matrices hold what a call has set until it has launched.
         with _calls:
-            binding.setStream(self._head[0], torch._C._cuda_getCurrentRawStream(self._index))
+            binding.setStream(self._head[0], cuda_stream(self._index))
             binding.dnMatSetValues(self._input, b)
             binding.dnMatSetValues(self._output, c)
             binding.spMM(*self._head, self._workspace.data_ptr())

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from pyg_dfgnn.runtime.compiler import module
 from pyg_dfgnn.statements.spec import Spec
+from pyg_dfgnn.torch_private import cuda_device, cuda_stream
 
 Argument = Tensor | int | float | None
 Grid = tuple[int, int, int]
@@ -182,7 +183,7 @@ def launch(
         _override(kernel.spec, kernel.entry, grid, block, arguments, shared_bytes)
         return
     # torch.cuda.current_device() without its check that CUDA has been initialised: there are arguments on the device.
-    current = torch._C._cuda_getDevice()
+    current = cuda_device()
     index = current if device.index is None else device.index
     if index != current:
         with torch.cuda.device(index):
@@ -193,7 +194,7 @@ def launch(
     if parameters is None:
         parameters = _of_thread.parameters = _ParameterBuffer()
     kernel.packer(arguments).pack_into(parameters.values, 0, *arguments)
-    stream = torch._C._cuda_getCurrentRawStream(index)
+    stream = cuda_stream(index)
     parameters.launch(function, *grid, *block, shared_bytes, stream, parameters.pointers, 0)
 
 

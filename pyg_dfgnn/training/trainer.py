@@ -29,6 +29,7 @@ from pyg_dfgnn.datasets import Task
 from pyg_dfgnn.distributed import Group, own_part, wrap
 from pyg_dfgnn.errors import check_bool, check_choice, check_integer, check_range, check_type
 from pyg_dfgnn.graph import Graph
+from pyg_dfgnn.torch_private import foreach_copy
 from pyg_dfgnn.training import checkpoint
 from pyg_dfgnn.training.loaders import (
     Batches,
@@ -469,7 +470,7 @@ class Trainer:
         if self.best is None:
             return copy.deepcopy(live)
         best = self.best["model"]
-        torch._foreach_copy_(list(best.values()), list(live.values()))
+        foreach_copy(list(best.values()), list(live.values()))
         return best
 
     def _score(self) -> MetricAccumulator | RankScore | ErrorScore:

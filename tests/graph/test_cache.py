@@ -14,7 +14,7 @@ from torch_geometric import EdgeIndex
 from torch_geometric.data import Data
 from torch_geometric.utils import remove_self_loops
 
-from pyg_dfgnn.graph import EdgeSet, Graph
+from pyg_dfgnn.graph import EdgeSet, Graph, derived
 from pyg_dfgnn.graph import graph as graph_module
 from pyg_dfgnn.graph.cache import GraphCache
 from pyg_dfgnn.graph.segment import graph_of_index
@@ -300,7 +300,7 @@ def test_arrays_that_come_meanwhile_are_not_taken_for_known(edge_index, monkeypa
     stream = SimpleNamespace(wait_event=another_thread_adds_arrays)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: stream)
-    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: 2, raising=False)
+    monkeypatch.setattr(derived, "cuda_stream", lambda index: 2)
     graph._streams, graph._made = {1}, object()
     graph.on_this_stream()
     assert graph._streams == {1}
@@ -310,7 +310,7 @@ def test_arrays_that_come_meanwhile_are_not_taken_for_known(edge_index, monkeypa
 def test_a_known_stream_is_asked_for_a_capture_unless_it_is_the_default_one(handle, edge_index, monkeypatch):
     graph = Graph.of(edge_index, 20)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
-    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: handle, raising=False)
+    monkeypatch.setattr(derived, "cuda_stream", lambda index: handle)
     graph._streams = {0, 2}
     assert graph.on_this_stream().pinned == (handle == 2)
 

@@ -39,8 +39,8 @@ def library(monkeypatch):
 
     monkeypatch.setattr(cusparse, "_binding", lambda: library)
     monkeypatch.setattr(torch.cuda, "device", device)
-    monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: library.device, raising=False)
-    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: 100 + index, raising=False)
+    monkeypatch.setattr(cusparse, "cuda_device", lambda: library.device)
+    monkeypatch.setattr(cusparse, "cuda_stream", lambda index: 100 + index)
     return library
 
 

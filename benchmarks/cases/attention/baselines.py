@@ -273,7 +273,7 @@ class Flex(Implementation):
             seq_lengths=(nodes, nodes),
         )
         if self.compiled:
-            torch._dynamo.reset()
+            torch.compiler.reset()
         attention: Any = torch.compile(flex_attention, dynamic=False) if self.compiled else flex_attention
 
         def forward() -> Tensor:

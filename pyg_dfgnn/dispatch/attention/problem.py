@@ -9,6 +9,7 @@ import torch
 
 from pyg_dfgnn.dispatch.traversal import STORAGE
 from pyg_dfgnn.statements.scores import SCORES, Score
+from pyg_dfgnn.torch_private import fp32_precision
 
 
 @dataclass(frozen=True)
@@ -65,4 +66,4 @@ class AttentionProblem:
 @torch.compiler.assume_constant_result
 def tf32_allowed(dtype: torch.dtype) -> bool:
     """Whether torch lets matrix products of a dtype run in TF32: `torch.set_float32_matmul_precision` and its kin."""
-    return dtype is torch.float32 and torch._C._get_fp32_precision_getter("cuda", "matmul") == "tf32"
+    return dtype is torch.float32 and fp32_precision("cuda", "matmul") == "tf32"

@@ -13,10 +13,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_map
 
 from pyg_dfgnn.ir.domains import D, Domain, E, S
 from pyg_dfgnn.ir.program import Builder, Value
+from pyg_dfgnn.torch_private import DisableTorchFunction, disabled_torch_function, tree_map
 
 _PRIMES = (1_000_000_007, 1_000_000_009, 1_000_000_021)
 FACTS = frozenset(
@@ -77,7 +77,7 @@ class Symbol(Tensor):
         shared: Whether an edit in place would be seen elsewhere.
     """
 
-    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+    __torch_function__ = disabled_torch_function  # type: ignore[assignment]
     number: int | None
     rows: Domain | None
     lead: int
@@ -105,7 +105,7 @@ class Symbol(Tensor):
     @property
     def sizes(self) -> tuple[int, ...]:
         """Sizes of a row."""
-        with torch._C.DisableTorchFunction():
+        with DisableTorchFunction():
             shape = tuple(self.shape)
         return self.row(shape)
 

@@ -18,6 +18,7 @@ from pyg_dfgnn.nn.registry import Description, shown
 from pyg_dfgnn.nn.scripted import Scripted
 from pyg_dfgnn.ops.eager import is_eager
 from pyg_dfgnn.ops.relational import RowSet, index_space_of
+from pyg_dfgnn.torch_private import is_tracing
 
 MANY_TYPES = 10
 """Types from which one product is faster than one each, as PyG has it."""
@@ -87,7 +88,7 @@ class TypedLayer(Scripted, torch.nn.Module):
 
     def _reasons_of(self, x: Tensor, weight: Tensor) -> list[str]:
         """Return what is against the program for features and a weight of the layer."""
-        if not torch.compiler.is_compiling() and (not is_eager() or torch._C._is_tracing()):
+        if not torch.compiler.is_compiling() and (not is_eager() or is_tracing()):
             return ["torch traces or transforms the call"]
         if isinstance(weight, torch.nn.parameter.UninitializedParameter):
             return ["the weight has no shape before the first call"]

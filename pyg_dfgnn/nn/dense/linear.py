@@ -15,6 +15,7 @@ from pyg_dfgnn.nn.registry import Description, shown
 from pyg_dfgnn.nn.scripted import Scripted
 from pyg_dfgnn.ops import gemm
 from pyg_dfgnn.ops.eager import PLAIN, is_eager, is_plain
+from pyg_dfgnn.torch_private import is_tracing
 
 
 class KernelLinear(Scripted, torch.nn.Module):
@@ -64,7 +65,7 @@ class KernelLinear(Scripted, torch.nn.Module):
 
 def is_for_kernel(x: Any, layers: Sequence[Any]) -> bool:
     """Return whether a kernel is faster for all of these layers, and takes their parameters."""
-    if not is_eager() or torch._C._is_tracing() or not is_plain(x) or x.is_neg():
+    if not is_eager() or is_tracing() or not is_plain(x) or x.is_neg():
         return False
     if not gemm.kernel_is_faster(x, layers[0]._channels(), len(layers)):
         return False

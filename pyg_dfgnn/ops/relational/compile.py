@@ -20,8 +20,8 @@ from pyg_dfgnn.ops.eager import aligned
 from pyg_dfgnn.ops.host_codegen import HostFunction
 from pyg_dfgnn.ops.relational import products, traversal
 from pyg_dfgnn.ops.relational.dense import Expressions
+from pyg_dfgnn.torch_private import unsafe_view
 
-_RESHAPED = torch.ops.aten._unsafe_view.default
 _VIEWS = ("slice", "permute", "view", "gather", "detach", "expand", "fold", "table_rows", "stack")
 """Operators whose result may share the memory of the operand."""
 
@@ -163,7 +163,7 @@ class _Pass(HostFunction):
         if not is_reshaped:
             return variable
         # No view, which autograd would not let a user edit in place.
-        return f"{self.named('reshaped', _RESHAPED)}({variable}, {self.named(f'result_{place}', shape)})"
+        return f"{self.named('reshaped', unsafe_view)}({variable}, {self.named(f'result_{place}', shape)})"
 
     def _result_shape(self, place: int) -> tuple[int, ...]:
         name, row = self.results[place]
