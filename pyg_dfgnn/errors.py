@@ -211,5 +211,7 @@ def need_extra(module: str, what: str, extra: str) -> None:
     try:
         __import__(module)
     except ModuleNotFoundError as error:
+        # The module may be there, and a package that it imports may not.
+        missing = (error.name or module).partition(".")[0]
         hint = f'pip install ".[{extra}]" in a clone of pyg_dfgnn'
-        raise ModuleNotFoundError(f"{what} need {module.split('.')[0]}: {hint}") from error
+        raise ModuleNotFoundError(f"{what} need {missing}: {hint}", name=missing) from error

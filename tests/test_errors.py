@@ -116,3 +116,11 @@ def test_unsupported_keeps_its_reasons():
 def test_missing_package_names_the_extra():
     with pytest.raises(ModuleNotFoundError, match=r'pictures need nothing_like_it: pip install "\.\[data\]"'):
         need_extra("nothing_like_it.part", "pictures", "data")
+
+
+def test_missing_package_of_a_package_is_named(tmp_path, monkeypatch):
+    (tmp_path / "is_there.py").write_text("import nothing_like_it.part\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(ModuleNotFoundError, match=r"^pictures need nothing_like_it: ") as raised:
+        need_extra("is_there", "pictures", "data")
+    assert raised.value.name == "nothing_like_it"
