@@ -9,7 +9,7 @@ from torch_geometric.nn import conv
 from torch_geometric.typing import Adj, OptPairTensor, OptTensor, Size
 
 from pyg_dfgnn.graph import Graph
-from pyg_dfgnn.nn.conv.attention import AttentionConv
+from pyg_dfgnn.nn.conv.attention import AttentionConv, asks_for_weights
 from pyg_dfgnn.nn.conv_call import ConvCall, with_weights
 from pyg_dfgnn.nn.gate import finalize_dtype, methods_of, promoted_dtype
 from pyg_dfgnn.nn.projection import is_plain_linear
@@ -51,7 +51,7 @@ class GATConv(AttentionConv, conv.GATConv):
             lin_edge=self.lin_edge,
             dropout=self.dropout,
             self_loops=self.add_self_loops,
-            weights=bool(return_attention_weights),
+            weights=asks_for_weights(return_attention_weights),
             one_way=True,
             reasons=reasons,
         )

@@ -8,7 +8,7 @@ from torch_geometric.nn import conv
 from torch_geometric.typing import Adj, OptTensor, PairTensor
 
 from pyg_dfgnn.graph import Graph
-from pyg_dfgnn.nn.conv.attention import AttentionConv
+from pyg_dfgnn.nn.conv.attention import AttentionConv, asks_for_weights
 from pyg_dfgnn.nn.conv_call import ConvCall, adjacency_features, with_weights
 from pyg_dfgnn.nn.gate import finalize_dtype, methods_of, promoted_dtype
 from pyg_dfgnn.nn.projection import project
@@ -54,7 +54,7 @@ class GATv2Conv(AttentionConv, conv.GATv2Conv):
             lin_edge=lin_edge,
             dropout=self.dropout,
             self_loops=self.add_self_loops,
-            weights=bool(return_attention_weights),
+            weights=asks_for_weights(return_attention_weights),
             one_way=True,
             reasons=reasons,
         )
