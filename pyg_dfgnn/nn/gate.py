@@ -21,7 +21,7 @@ from pyg_dfgnn.fallback import NO_DEVICE, SMALL, report_fallback
 from pyg_dfgnn.graph import EdgeSet, Graph
 from pyg_dfgnn.nn import conv_call
 from pyg_dfgnn.nn.conv_call import ConvCall
-from pyg_dfgnn.nn.registry import Description, set_propagate, shown, upstream_of
+from pyg_dfgnn.nn.registry import Description, floating, set_propagate, shown, upstream_of
 from pyg_dfgnn.nn.scripted import Scripted
 from pyg_dfgnn.ops.eager import PLAIN, is_eager
 from pyg_dfgnn.ops.graph import may_run_again, unmeasured_graph
@@ -345,9 +345,10 @@ class FusedConv(Scripted, MessagePassing):
         """Return the kernels that would run for a problem on a graph; `str` shows why."""
         raise NotImplementedError
 
-    def _standing_reasons(self) -> list[str]:
-        """Return what is against the fused forward whatever the call; without features, by a parameter's dtype."""
-        tensor = next((t for t in (*self.parameters(), *self.buffers()) if t.is_floating_point()), torch.empty(0))
+    def _standing_reasons(self, like: Tensor | None = None) -> list[str]:
+        """Return what is against the fused forward whatever the call; without features, by a parameter, or `like`."""
+        like = floating(self) if like is None else like
+        tensor = torch.empty(0) if like is None else like
         problem = self._problem_type(*self._problem_fields(), tensor.dtype, tensor.device, False, False)
         return [*module_reasons(self, False), *self._reasons_against(problem)]
 

@@ -7,6 +7,7 @@ from inspect import signature
 from typing import Any, NamedTuple, cast
 
 import torch
+from torch import Tensor
 from torch_geometric.nn import MessagePassing
 
 from pyg_dfgnn.settings import current
@@ -15,7 +16,7 @@ from pyg_dfgnn.torch_private import tree_leaves
 DROP_INS: dict[type[torch.nn.Module], type[torch.nn.Module]] = {}
 """PyG's classes and ours in their place.
 
-A drop-in has two methods: `_standing_reasons()` returns why every call will be PyG's own, and
+A drop-in has two methods: `_standing_reasons(like)` returns why every call will be PyG's own, and
 `_describe(device, *args, **kwargs)` returns the :class:`Description` of one call.
 """
 LINEAR_DROP_INS: dict[type[torch.nn.Module], type[torch.nn.Module]] = {}
@@ -162,6 +163,11 @@ class LayerReport(NamedTuple):
         return "drop-in" if self.drop_in else "compiled" if self.compiled else "left"
 
 
+def floating(module: torch.nn.Module) -> Tensor | None:
+    """Return the first parameter or buffer of a module that holds floating-point numbers."""
+    return next((each for each in (*module.parameters(), *module.buffers()) if each.is_floating_point()), None)
+
+
 def layer_rows(model: torch.nn.Module) -> Iterator[tuple[Any, LayerReport]]:
     """Yield every layer that passes messages or that is, or derives from, a class that :func:`drop_ins` has.
 
@@ -177,7 +183,8 @@ def layer_rows(model: torch.nn.Module) -> Iterator[tuple[Any, LayerReport]]:
         if isinstance(module, ours) or kind in table:
             inside.update(module.modules())
         if isinstance(module, ours):
-            reasons = layer._standing_reasons()
+            own = floating(module)
+            reasons = layer._standing_reasons(floating(model) if own is None else own)
             yield layer, LayerReport(name, kind.__name__, True, "; ".join(reasons))
         elif MARK in module.__dict__:
             yield layer, LayerReport(name, kind.__name__, False, "", compiled=True)

@@ -389,3 +389,14 @@ def test_what_a_script_prints(tmp_path):
         if lines:
             assert "2 GATConv" in shown[0] and "Linear" not in shown[0] and "compiled: 1 FAConv; left: none" in shown[0]
             assert "PyG's own code runs" in shown[1] and "CPU" in shown[1]
+
+
+def test_layers_without_parameters_are_on_the_device_of_the_model():
+    layers = [ours.SumAggregation(), ours.MultiAggregation(["mean", "max"]), ours.LGConv()]
+    model = torch.nn.Sequential(torch.nn.Linear(3, 4), *layers)
+    on_cpu = "tensors are on cpu, the kernels run on CUDA devices"
+    assert [row.why for row in pyg_dfgnn.report(model)] == [on_cpu] * 3
+    with emulated_device():
+        assert [row.why for row in pyg_dfgnn.report(model)] == [""] * 3
+    # Nothing tells where an aggregation by itself will run.
+    assert pyg_dfgnn.report(layers[0])[0].why == ""

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 from torch_geometric.nn import aggr
 
+from pyg_dfgnn.dispatch.core import device_reasons
 from pyg_dfgnn.nn import segment
 from pyg_dfgnn.nn.registry import DROP_INS, Description, keep_signature
 from pyg_dfgnn.nn.scripted import Scripted
@@ -35,8 +36,8 @@ class FusedAggregation(Scripted, aggr.Aggregation):
         """Return the aggregations that this one combines."""
         return ()
 
-    def _standing_reasons(self) -> list[str]:
-        """Return what is against the fused kernels whatever the input."""
+    def _standing_reasons(self, like: Tensor | None = None) -> list[str]:
+        """Return what is against the fused kernels whatever the input, on the device of `like`."""
         reasons = [f"the reduction {stat!r} has no fused kernel" for stat in self._stats if stat not in segment.NAMES]
         inner = list(self._inner())
         for module in inner:
@@ -44,7 +45,8 @@ class FusedAggregation(Scripted, aggr.Aggregation):
                 reasons.append(f"{type(module).__name__} has no drop-in")
             else:
                 reasons += module._standing_reasons()
-        return reasons if len(reasons) >= len(inner) else []
+        reasons = reasons if len(reasons) >= len(inner) else []
+        return reasons if like is None else [*reasons, *device_reasons(like.device)]
 
     def _describe(self, device: torch.device | None, *args: Any, **kwargs: Any) -> Description:
         """Return what a call would run; see :func:`pyg_dfgnn.describe_plan`."""

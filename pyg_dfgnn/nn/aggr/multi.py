@@ -26,8 +26,8 @@ class MultiAggregation(FusedAggregation, aggr.MultiAggregation):
     def _stats(self) -> tuple[str, ...]:  # type: ignore[override]
         return tuple(stat for stat in map(statistic_of, self.aggrs) if stat is not None)
 
-    def _standing_reasons(self) -> list[str]:
-        return [*repetition_reasons(self), *super()._standing_reasons()]
+    def _standing_reasons(self, like: Tensor | None = None) -> list[str]:
+        return [*repetition_reasons(self), *super()._standing_reasons(like)]
 
     def _inner(self) -> Iterable[nn.Module]:
         return self.aggrs

@@ -48,8 +48,8 @@ class PNAConv(AggregationConv, conv.PNAConv):
         message = "copy" if self.edge_dim is None else "add"
         return message, statistics_of(self.aggr_module.aggr), self.towers * self.F_in, False, 0
 
-    def _standing_reasons(self) -> list[str]:
-        return [*self._layer_reasons(), *super()._standing_reasons()]
+    def _standing_reasons(self, like: Tensor | None = None) -> list[str]:
+        return [*self._layer_reasons(), *super()._standing_reasons(like)]
 
     def _layer_reasons(self) -> list[str]:
         """Return what the layers around the aggregation have against the fused forward."""

@@ -67,7 +67,7 @@ class TypedLayer(Scripted, torch.nn.Module):
         rows, inputs = self._typed(*args)
         return run(("hetero_linear",), rows, inputs, storage_dtype(inputs["x"]))["out"]
 
-    def _standing_reasons(self) -> list[str]:
+    def _standing_reasons(self, like: Tensor | None = None) -> list[str]:
         """Return what is against the program whatever the input."""
         weight = next(self.parameters())
         return self._reasons_against(RelationalProblem(weight.dtype, weight.device))

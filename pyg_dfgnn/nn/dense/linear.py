@@ -30,7 +30,7 @@ class KernelLinear(Scripted, torch.nn.Module):
     def _channels(self) -> int:
         raise NotImplementedError
 
-    def _standing_reasons(self) -> list[str]:
+    def _standing_reasons(self, like: Tensor | None = None) -> list[str]:
         """Return what is against the kernel whatever the input."""
         weight = self.weight
         return self._reasons_against(weight.dtype, weight.device)
