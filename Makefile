@@ -19,7 +19,7 @@ TEST_ENV = .venv/test.stamp
 DOCS_ENV = .venv/docs.stamp
 endif
 
-.PHONY: help train test test-full test-gpu test-sparse lint types check docs bench clean
+.PHONY: help train test test-full test-gpu test-sparse test-versions lint types check docs bench clean
 
 help:  ## list the targets
 	@sed -n 's/^\([a-z-]*\):[^#]*## /\1: /p' $(MAKEFILE_LIST) | awk -F': ' '{ printf "%-12s %s\n", $$1, $$2 }'
@@ -39,6 +39,9 @@ test-gpu: $(TEST_ENV)  ## run the tests that need a GPU
 test-sparse: $(TEST_ENV)  ## build torch_sparse and run the tests that need it
 	$(PYTHON) .ci/install_torch_sparse.py
 	$(PYTEST) -m sparse $(ARGS)
+
+test-versions:  ## try the oldest and the newest releases of torch and PyTorch Geometric
+	$(SYSTEM_PYTHON) .ci/try_versions.py
 
 check: lint types  ## run lint and types
 

@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+from importlib.metadata import version
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ import pyg_dfgnn
 from pyg_dfgnn import command
 from pyg_dfgnn.command import cache, datasets, doctor, speed
 from pyg_dfgnn.command import layers as layers_module
+from pyg_dfgnn.command.info import TESTED, _tested
 from pyg_dfgnn.command.layers import LAYERS, UserError, builtin_cases, loss_of, users_case
 from pyg_dfgnn.paths import configs_dir
 from tests.emu import needs_compiler
@@ -64,9 +66,18 @@ def failed(words, capsys):
 def test_info_names_versions_and_says_what_is_not_there(capsys):
     assert command.main(["info"]) == 0
     shown = capsys.readouterr().out
-    assert f"torch {torch.__version__}" in shown and "kernels on disk: " in shown
+    assert f"torch {version('torch')} (tested with 2." in shown and "kernels on disk: " in shown
     assert "NVRTC" in shown and "driver" in shown
     assert torch.cuda.is_available() or "PyTorch finds no GPU: what kernels would do on one cannot be told" in shown
+
+
+@pytest.mark.parametrize(
+    ("found", "end"),
+    [("2.9.1", ", this is older than these"), ("2.10.0+cu128", ""), ("3.0.0a0", ", this is newer than these")],
+)
+def test_info_says_whether_a_release_was_tested(found, end):
+    tested = "tested with {} to {}".format(*TESTED["torch"])
+    assert _tested("torch", found) == tested + end
 
 
 def test_commands_are_listed_by_the_module():
@@ -228,6 +239,7 @@ def test_train_passes_overrides_on():
 
 WITHOUT_HYDRA = """
 import sys
+from importlib.metadata import version
 sys.modules["hydra"] = None
 from pyg_dfgnn.command import main
 print(main(["train", "data=cora"]), main(["datasets", "describe", "cora"]), main(["datasets", "list"]))

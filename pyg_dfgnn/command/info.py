@@ -19,6 +19,16 @@ PACKAGES = (
     *("torch", "torch_geometric", "numpy", "cupy-cuda12x", "cupy-cuda13x", "triton"),
     *("hydra-core", "scipy", "torch_sparse", "torch_scatter", "pyg-lib"),
 )
+TESTED = {"torch": ("2.10", "2.15"), "torch_geometric": ("2.7", "2.8")}
+"""Oldest and newest release of a package that the tests have passed with."""
+
+
+def _tested(name: str, found: str) -> str:
+    """Return which releases of a package were tested, and where the installed one is none of them."""
+    oldest, newest = TESTED[name]
+    release, low, high = (tuple(map(int, each.split(".")[:2])) for each in (found, oldest, newest))
+    where = "older than these" if release < low else "newer than these" if release > high else ""
+    return f"tested with {oldest} to {newest}{', this is ' * bool(where)}{where}"
 
 
 def info() -> int:
@@ -27,7 +37,8 @@ def info() -> int:
     print(f"Python {platform.python_version()} on {collect_env.get_os(collect_env.run)}, {platform.platform()}")
     for name in PACKAGES:
         try:
-            print(f"{name} {version(name)}")
+            found = version(name)
+            print(f"{name} {found}{f' ({_tested(name, found)})' if name in TESTED else ''}")
         except PackageNotFoundError:
             print(f"{name} is not installed")
     print(f"PyTorch is built for {f'CUDA {torch.version.cuda}' if torch.version.cuda else 'CPUs only'}")

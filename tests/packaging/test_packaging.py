@@ -2,6 +2,7 @@
 
 import ast
 import re
+import runpy
 import shutil
 import subprocess
 import sys
@@ -12,6 +13,7 @@ import pytest
 
 import pyg_dfgnn
 from pyg_dfgnn import paths
+from pyg_dfgnn.command.info import TESTED
 
 ROOT = Path(__file__).parents[2]
 
@@ -114,3 +116,22 @@ def test_make_lists_its_targets_and_clean_keeps_runs():
     assert sorted(lines) == sorted(phony) and all(lines.values())
     recipe = subprocess.run(["make", "--dry-run", "clean"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
     assert "build" in recipe.split() and not {"outputs", "multirun"} & set(recipe.split())
+
+
+def test_documents_and_info_name_the_same_releases():
+    required = (ROOT / "pyproject.toml").read_text()
+    pages = [(ROOT / name).read_text() for name in ("README.md", "docs/install.md")]
+    for name, title in (("torch", "PyTorch"), ("torch_geometric", "PyTorch Geometric")):
+        oldest, newest = TESTED[name]
+        row = f"| {title} | {oldest} or newer; tested with {oldest} to {newest} |"
+        assert f'"{name}>={oldest}"' in required and all(row in page for page in pages)
+
+
+def test_the_suite_of_other_releases_is_there():
+    """The script that runs on the oldest and the newest releases names files and functions of today."""
+    script = runpy.run_path(str(ROOT / ".ci" / "try_versions.py"))
+    for name in script["TESTS"]:
+        file, _, function = name.partition("::")
+        assert not function or f"\ndef {function.partition('[')[0]}(" in (ROOT / file).read_text(), name
+    oldest, newest = script["pairs"]().values()
+    assert oldest == [f"{name}=={TESTED[name][0]}.*" for name in TESTED] and newest == list(TESTED)
