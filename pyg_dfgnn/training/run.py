@@ -104,7 +104,7 @@ def train(cfg: DictConfig, group: Group | None = None) -> float:
     if not group.is_main:
         logging.getLogger("pyg_dfgnn").setLevel(logging.WARNING)
     resumed = checkpoint.load(config["resume"], config) if config["resume"] else None
-    log.info("%s", OmegaConf.to_yaml(OmegaConf.create(config)))
+    log.info("%s", in_short(config))
     if group.is_main:
         folder.mkdir(parents=True, exist_ok=True)
         OmegaConf.save(OmegaConf.create(config), folder / "config.yaml")
@@ -204,6 +204,23 @@ def train(cfg: DictConfig, group: Group | None = None) -> float:
     log.info("metrics: %s, %s", metrics_json, metrics_csv)
     _plot(trainer)
     return results[returns]
+
+
+def in_short(config: Mapping[str, Any]) -> str:
+    """Return a config with a line for each group, without `_target_` and what is not set."""
+    values = {name: value for name, value in config.items() if not isinstance(value, dict)}
+    groups = {"run": values} | {name: value for name, value in config.items() if isinstance(value, dict)}
+    return "\n".join(f"{name}: {', '.join(_words(group))}" for name, group in groups.items())
+
+
+def _words(group: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
+    for name, value in group.items():
+        if isinstance(value, dict):
+            yield from _words(value, f"{prefix}{name}.")
+        elif name == "_target_":
+            yield prefix + str(value).rpartition(".")[2]
+        elif value is not None:
+            yield f"{prefix}{name}={value}"
 
 
 def _is_plain(module: nn.Module) -> bool:

@@ -15,7 +15,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from omegaconf import OmegaConf
+from hydra.experimental.callback import Callback
+from omegaconf import DictConfig, OmegaConf
 
 from pyg_dfgnn.training.report import write_rows
 
@@ -162,6 +163,31 @@ def figure(groups: Groups, curves: Curves) -> Figure:
     for axes in places[len(panels) :]:
         axes.remove()
     return image
+
+
+class RunsOfSweep(Callback):
+    """Callback of Hydra that prints a table of the runs when a sweep has ended."""
+
+    def on_multirun_end(self, config: DictConfig, **_: Any) -> None:
+        """Print one line per run, in the folder of process 0."""
+        if int(os.environ.get("RANK", 0)) == 0:
+            print(f"\n{runs_of_sweep(collect(config.hydra.sweep.dir))}", end="")
+
+
+def runs_of_sweep(rows: Iterable[Row]) -> str:
+    """Format finished runs as a table: their number, what they change, and their results."""
+    return markdown(
+        [
+            {
+                "run": Path(row["run"]).name,
+                "changes": row["overrides"] or "-",
+                "test metric": f"{row['metric']} {result([row])}{'' if row['metric'] == 'mae' else ' %'}",
+                "epochs": str(row["epochs"]),
+                "s": f"{row['train_time_s']:.0f}",
+            }
+            for row in rows
+        ]
+    )
 
 
 def main(words: Sequence[str] | None = None) -> None:

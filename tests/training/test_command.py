@@ -52,6 +52,10 @@ def test_sweep_from_another_folder(tmp_path, capsys):
     )
     assert done.returncode == 0, done.stderr
     (sweep,) = (tmp_path / "multirun").iterdir()
+    header, _, *runs = done.stdout.splitlines()[-4:]
+    assert header == "| run | changes | test metric | epochs | s |"
+    assert [line.split(" | ")[0] for line in runs] == ["| 0", "| 1"] and all("accuracy" in line for line in runs)
+    assert "seed=0" in runs[0] and "seed=1" in runs[1]
     seeds = [json.loads((sweep / job / "metrics.json").read_text())["seed"] for job in "01"]
     assert seeds == [0, 1]
     for job in "01":
