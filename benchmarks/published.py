@@ -11,12 +11,14 @@ from __future__ import annotations
 import argparse
 import re
 import sys
+from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from statistics import geometric_mean
 
 from benchmarks import tables
 from benchmarks.results import Row, Table, markdown
+from pyg_dfgnn.nn import DROP_INS
 
 ROOT = Path(__file__).resolve().parents[1]
 GPU = "nvidia-h200"
@@ -210,7 +212,47 @@ def _cell(by_dtype: dict[str, str]) -> str:
     return ", ".join(f"{dtype} {found}" for dtype, found in by_dtype.items())
 
 
-_MADE = (loops, edge_networks, means, proofs, faults, sanitizer, determinism, soak)
+DEVICES = {"cpu": "On a CPU, kernels emulated", "cuda": "On a GPU"}
+"""Devices of the matrix of conformance, with the headings of their tables."""
+PASSED, OWN_PATH, NOT_RUN = "✓", "PyG", "—"
+
+
+def conformance() -> str:
+    """The matrix of conformance, a table per device, with the reasons that its cells name by number."""
+    rows = Table.read(ROOT / "results" / "conformance.csv")
+    reasons: dict[str, int] = {}
+
+    def cell(row: Row | None) -> str:
+        if row is None:
+            return ""
+        if row["outcome"] == "passed" and not row["reason"]:
+            return PASSED
+        mark = {"passed": OWN_PATH, "skipped": NOT_RUN}.get(row["outcome"], "FAILED")
+        number = reasons.setdefault(row["reason"].removeprefix(f"{OWN_PATH}'s own path: "), len(reasons) + 1)
+        return f"{mark} {number}"
+
+    conditions = list(dict.fromkeys(row["condition"] for row in rows))
+    parts = []
+    for device, heading in DEVICES.items():
+        cells = {(row["conv"], row["condition"]): row for row in rows if row["device"] == device}
+        if not cells:
+            continue
+        drop_ins = {upstream.__name__ for upstream in DROP_INS}
+        convs = sorted({conv for conv, _ in cells}, key=lambda conv: (conv not in drop_ins, conv))
+        body = [[f"`{conv}`", *(cell(cells.get((conv, each))) for each in conditions)] for conv in convs]
+        counts = Counter(row["outcome"] for row in cells.values())
+        said = ", ".join(f"{counts[outcome]} {outcome}" for outcome in ("passed", "skipped", "failed"))
+        parts += [f"### {heading}", f"{len(cells)} cells: {said}.", markdown(["", *conditions], body)]
+    numbered = "\n".join(f"{number}. {escaped(reason)}" for reason, number in reasons.items())
+    return "\n\n".join([*parts, "### Reasons", numbered])
+
+
+def escaped(text: str) -> str:
+    """Return text in which nothing is Markdown or HTML."""
+    return re.sub(r"([\\`*_\[\]<>|])", r"\\\1", text)
+
+
+_MADE = (loops, edge_networks, means, proofs, faults, sanitizer, determinism, soak, conformance)
 PUBLISHED: dict[str, Callable[[], str]] = {make.__name__: make for make in _MADE}
 """What documents may hold, by name."""
 

@@ -1,5 +1,7 @@
 """The options of the tests; their fixtures are in `tests/fixtures.py`."""
 
+from pathlib import Path
+
 from tests import covering
 
 
@@ -8,6 +10,7 @@ def pytest_addoption(parser):
     parser.addoption(
         "--grid", choices=covering.GRIDS, default="covering", help="how many cases of each grid are tested"
     )
+    parser.addoption("--conformance", type=Path, metavar="CSV", help="write what came of the matrix of conformance")
 
 
 def pytest_configure(config):
@@ -16,3 +19,7 @@ def pytest_configure(config):
     hands_out = bool(getattr(config.option, "numprocesses", None)) and not hasattr(config, "workerinput")
     if not hands_out:
         config.pluginmanager.import_plugin("tests.fixtures")
+    if config.getoption("conformance") and not hasattr(config, "workerinput"):
+        from tests.conformance.rows import Rows
+
+        config.pluginmanager.register(Rows(config.getoption("conformance")))
