@@ -59,7 +59,7 @@ bench: $(RUN_ENV)  ## run a benchmark with ARGS
 	$(PYTHON) -m benchmarks $(ARGS)
 
 clean:  ## delete what make and the tools have made, but no outputs of runs
-	rm -rf .venv build dist site *.egg-info .mypy_cache .pytest_cache .ruff_cache
+	rm -rf .venv build dist site *.egg-info .hypothesis .mypy_cache .pytest_cache .ruff_cache
 
 .venv/run.stamp: pyproject.toml
 	@echo "setting up .venv (first call only)"

@@ -10,6 +10,7 @@ def pytest_addoption(parser):
     parser.addoption(
         "--grid", choices=covering.GRIDS, default="covering", help="how many cases of each grid are tested"
     )
+    parser.addoption("--case", metavar="JSON", help="repeat one random case, as the test that failed has printed it")
     parser.addoption("--conformance", type=Path, metavar="CSV", help="write what came of the matrix of conformance")
 
 
