@@ -301,15 +301,12 @@ class Family:
         implementations: Implementations by name, ours first.
         check_groups: The cases of the correctness grid, in groups whose kernels are compiled together; where there is
             none, the rows of every experiment are checked all the same.
-        beside: Implementation whose own error allows more where a bound is exceeded
-            (:data:`~pyg_dfgnn.reference.tolerances.BESIDE_PYG`); '' none: no kink of the operation is reached by a sum.
     """
 
     ops: tuple[str, ...]
     case: Callable[[str, str], Case]
     implementations: Mapping[str, type[Implementation]]
     check_groups: Callable[[], Mapping[str, list[Case]]] = field(default=dict)
-    beside: str = ""
 
 
 def forward_backward(out: Tensor, inputs: Inputs, grad_out: Tensor) -> dict[str, Tensor]:

@@ -29,7 +29,6 @@ from pyg_dfgnn.datasets import (
     entities,
     facebook,
     fb15k237,
-    heterophilous,
     pattern,
     planetoid,
     pubmed_made_features,
@@ -246,7 +245,6 @@ _REAL: dict[str, Recipe] = {
     # Only its features are made up where its raw files are incomplete.
     "pubmed": replace(_real(planetoid, "PubMed", 19_717, 88_648, 171), arguments=dict(load=pubmed_made_features)),
     "cornell5": _real(facebook, "cornell5", 18_660, 1_581_554, 3_156),
-    "tolokers": _real(heterophilous, "tolokers", 11_758, 1_038_000, 2_138),
 }
 
 

@@ -18,8 +18,8 @@ import torch
 from torch import Tensor
 
 from benchmarks import plots, tables
-from benchmarks.case import DTYPES, Case, Implementation, forward_backward
-from benchmarks.cases import FAMILY_OF, implementation_of
+from benchmarks.case import DTYPES, Case, forward_backward
+from benchmarks.cases import implementation_of
 from benchmarks.experiment import Experiment, Job
 from benchmarks.graphs import benchmark_graph, compare_with_recipe, compressed, recipe_of
 from benchmarks.isolated import EndedError, results
@@ -29,7 +29,6 @@ from benchmarks.timing import RELEASED_ELEMENTS, TimedCall, Timer, Timing
 from pyg_dfgnn.dispatch.gpu import gpu_of
 from pyg_dfgnn.graph import Graph
 from pyg_dfgnn.reference.oracle import Inputs
-from pyg_dfgnn.reference.tolerances import worst_beside
 from pyg_dfgnn.reference.zoo import EdgeList
 
 FIELDS = (
@@ -162,33 +161,11 @@ class Measurement:
                 yield self._timed({**base, "direction": "bwd", "state": "warm"}, self.timer.time(backward))
 
     def _gate(self, out: Tensor, training: bool) -> dict[str, Any]:
-        """The comparison with float64: status, the tensor that is furthest beyond its bound, its error, that bound."""
-        errors = self._errors(out, training)
-        worst = worst_beside(errors, self.bound)
-        if not worst.is_right and (other := self._beside()) is not None:
-            del out
-            pygs = self._errors(other.prepare(self.case, self.graph, self.leaves)(), training)
-            worst = worst_beside(errors, self.bound, pygs)
-        status = "ok" if worst.is_right else "WRONG"
-        return {
-            "status": status,
-            "worst": worst.name,
-            "error": f"{worst.error:.2e}",
-            "bound": float(f"{worst.allowed:.3g}"),
-        }
-
-    def _errors(self, out: Tensor, training: bool) -> dict[str, float]:
-        """The errors of an output and, in training, of its gradients."""
+        """Return the comparison with float64: status, the worst tensor, its error."""
         actual = forward_backward(out, self.leaves, self.grad_out) if training else {"out": out}
         expected = self.expected if training else {"out": self.expected["out"]}
-        return self.case.errors(self.graph, actual, expected, self.grad_out).named
-
-    def _beside(self) -> Implementation | None:
-        """The implementation whose own error decides where the bound is exceeded; None if it cannot run here."""
-        other = implementation_of(self.case.op, FAMILY_OF[self.case.op].beside)
-        if other is None or self.job.dtype not in other.dtypes:
-            return None
-        return None if other.reasons(self.case, self.graph) else other
+        name, error = self.case.errors(self.graph, actual, expected, self.grad_out).worst
+        return {"status": "ok" if error <= self.bound else "WRONG", "worst": name, "error": f"{error:.2e}"}
 
     def _times(self, call: TimedCall, base: dict[str, Any]) -> Iterator[dict[str, Any]]:
         peak_mb = self.timer.peak_mb(call)

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from benchmarks.case import Case, Family, Implementation
 from benchmarks.cases.attention import ATTENTION
-from benchmarks.cases.messages import MESSAGES
 from benchmarks.cases.relational import RELATIONAL
 from benchmarks.cases.segment import SEGMENT
 from pyg_dfgnn.errors import check_choice
 
-FAMILIES: tuple[Family, ...] = (ATTENTION, SEGMENT, RELATIONAL, MESSAGES)
+FAMILIES: tuple[Family, ...] = (ATTENTION, SEGMENT, RELATIONAL)
 FAMILY_OF: dict[str, Family] = {op: family for family in FAMILIES for op in family.ops}
 """Name of an operation -> its family."""
 TITLES = {name: kind.title for family in FAMILIES for name, kind in family.implementations.items()}

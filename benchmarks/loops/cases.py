@@ -13,7 +13,6 @@ import torch_geometric.nn as pyg
 from torch import Tensor, nn
 from torch_geometric.utils import degree
 
-from benchmarks.cases import messages
 from benchmarks.loops import data, layers
 from benchmarks.loops.data import MAG, MAG_NODES, TABLES, TABLES_NODES, HostBatches
 
@@ -287,14 +286,14 @@ def _relations(small: bool) -> Iterator[LoopCase]:
 
 OWN: dict[str, tuple[Callable[[int], nn.Module], bool]] = {
     # (width) -> layer, and whether it takes edge features.
-    "gatedgcn": (lambda w: layers.GatedGCN(w, messages.EDGE), True),
-    "edge_gate": (messages.EdgeGate, True),
+    "gatedgcn": (lambda w: layers.GatedGCN(w, data.EDGE), True),
+    "edge_gate": (lambda w: layers.EdgeGate(w, data.EDGE), True),
     "sigmoid_heads": (layers.SigmoidHeads, False),
     "signed": (layers.Signed, False),
-    "temperature": (messages.Temperature, False),
-    "gaussians": (lambda w: layers.Gaussians(w, messages.EDGE), True),
-    "film": (messages.Modulated, False),
-    "max_difference": (messages.Differences, False),
+    "temperature": (layers.Temperature, False),
+    "gaussians": (lambda w: layers.Gaussians(w, data.EDGE), True),
+    "film": (layers.Modulated, False),
+    "max_difference": (layers.Differences, False),
 }
 
 

@@ -17,6 +17,8 @@ from torch_geometric.data import Batch, Data, HeteroData
 POOL = 10
 """Different batches of a loop; each step takes a fresh copy of one."""
 RADIUS = 5.0
+EDGE = 8
+"""Features of an edge of the graphs that are not named otherwise."""
 MAG = (
     *(("paper", "cites", "paper"), ("author", "writes", "paper"), ("paper", "rev_writes", "author")),
     *(("author", "affiliated", "institution"), ("institution", "rev_affiliated", "author")),
@@ -304,7 +306,7 @@ def sampled_mag_typed(seeds: int, fans: tuple[int, ...], small: bool) -> HostBat
 
 @cache
 def graphs(
-    nodes: int, edges: int, width: int, pool: int, relations: int = 1, edge_width: int = 8, power: float = 1.0
+    nodes: int, edges: int, width: int, pool: int, relations: int = 1, edge_width: int = EDGE, power: float = 1.0
 ) -> HostBatches:
     """Random graphs with features, edge features, types, classes and numbers to learn; the power skews degrees."""
     batches = []

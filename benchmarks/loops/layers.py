@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch_geometric.nn import MessagePassing, global_mean_pool
-from torch_geometric.utils import scatter
+from torch_geometric.utils import scatter, softmax
 
 from pyg_dfgnn.models.continuous_filter import ContinuousFilterConv
 
@@ -89,6 +89,64 @@ class Gaussians(MessagePassing):
 
     def message(self, x_j: Tensor, distance: Tensor) -> Tensor:
         return x_j * self.filter(torch.exp(-((distance.view(-1, 1) - self.centres) ** 2)))
+
+
+class EdgeGate(MessagePassing):
+    """Sources times a gate of both ends and the edge."""
+
+    def __init__(self, width: int, edge_width: int) -> None:
+        super().__init__(aggr="mean")
+        self.gate = nn.Linear(2 * width + edge_width, width)
+
+    def forward(self, x: Tensor, edge_index: Tensor, edge: Tensor) -> Tensor:
+        return self.propagate(edge_index, x=x, edge=edge)  # type: ignore[no-any-return]
+
+    def message(self, x_i: Tensor, x_j: Tensor, edge: Tensor) -> Tensor:
+        return torch.sigmoid(self.gate(torch.cat([x_i, x_j, edge], dim=-1))) * x_j
+
+
+class Temperature(MessagePassing):
+    """Attention of one number per edge with a learnt temperature."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__(aggr="add")
+        self.log_t, self.att = nn.Parameter(torch.zeros(1)), nn.Parameter(torch.randn(1, width) / width**0.5)
+
+    def forward(self, x: Tensor, edge_index: Tensor) -> Tensor:
+        return self.propagate(edge_index, x=x)  # type: ignore[no-any-return]
+
+    def message(self, x_i: Tensor, x_j: Tensor, index: Tensor, ptr: Tensor | None, size_i: int | None) -> Tensor:
+        score = (self.att * F.silu(x_i + x_j)).sum(dim=-1) * self.log_t.exp()
+        return x_j * softmax(score, index, ptr, size_i).view(-1, 1)
+
+
+class Modulated(MessagePassing):
+    """Sources modulated by their target, then activated."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__(aggr="add")
+        self.lin, self.film = nn.Linear(width, width), nn.Linear(width, 2 * width)
+
+    def forward(self, x: Tensor, edge_index: Tensor) -> Tensor:
+        gamma, beta = self.film(x).chunk(2, dim=-1)
+        return self.propagate(edge_index, x=self.lin(x), gamma=gamma, beta=beta)  # type: ignore[no-any-return]
+
+    def message(self, x_j: Tensor, gamma_i: Tensor, beta_i: Tensor) -> Tensor:
+        return F.gelu(gamma_i * x_j + beta_i)
+
+
+class Differences(MessagePassing):
+    """The largest, smallest and mean difference of the ends."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__(aggr=["max", "min", "mean"])
+        self.lin = nn.Linear(3 * width, width)
+
+    def forward(self, x: Tensor, edge_index: Tensor) -> Tensor:
+        return self.lin(self.propagate(edge_index, x=x))  # type: ignore[no-any-return]
+
+    def message(self, x_i: Tensor, x_j: Tensor) -> Tensor:
+        return (x_j - x_i).abs()
 
 
 class RelationsByHand(MessagePassing):

@@ -11,11 +11,11 @@ from torch.func import functional_call, grad, vmap
 from torch_geometric.nn import GATConv, SAGEConv
 from torch_geometric.utils import add_self_loops, degree
 
-from benchmarks.cases.messages import NodeGatedGCN, Temperature
 from pyg_dfgnn.frontend.derived import EdgeDerived
 from pyg_dfgnn.nn.registry import MARK
 from tests.frontend.layers import Sum
 from tests.frontend.marks import compile_layer, release_layer
+from tests.nn.message_users import NodeGatedGCN, Temperature
 
 NODES, EDGES, CHANNELS = 23, 71, 8
 

@@ -5,10 +5,11 @@ import copy
 import pytest
 import torch
 
-from benchmarks.cases.messages import MessageCase, NodeGatedGCN
 from pyg_dfgnn.ops.relational.backend import KERNELS, running
 from pyg_dfgnn.reference.tolerances import elementwise
+from tests.frontend.wide import WIDE, arguments
 from tests.kernels.emulated import emulated_device
+from tests.nn.message_users import NodeGatedGCN
 
 NODES, CHANNELS = 17, 8
 EAGER = {"backend": "aot_eager"}
@@ -50,20 +51,17 @@ def test_a_model_is_one_graph_for_all_sizes(captured):
     assert len(numbers) == 1 and {graph.counts for graph in captured} == {(8, 8)}
 
 
-@pytest.mark.parametrize("op", ["my_gatv2", "my_gine"])
-def test_layers_equal_pygs(op, captured):
-    case = MessageCase.of(op, "16")
-    layer = case.module(torch.device("cpu"), torch.float64)
+@pytest.mark.parametrize("name", ["GATv2Conv", "GINEConv"])
+def test_layers_equal_pygs(name, captured):
+    layer = WIDE[name][0](16).double()
     own = copy.deepcopy(layer)
     layer.compile(backend="pyg_dfgnn", dynamic=True, options=EAGER)
-    x, edge_index, edge = torch.randn(NODES, 16).double(), torch.randint(0, NODES, (2, 60)), None
-    if case.spec.edge:
-        edge = (torch.rand((60, 8) if case.spec.edge == "attr" else (60,)) + 0.1).double()
+    x, edge_index = torch.randn(NODES, 16).double(), torch.randint(0, NODES, (2, 60))
     for _ in range(2):
         found = []
         for each in (layer, own):
             leaf = x.clone().requires_grad_()
-            out = each(*case.arguments(edge_index, leaf, edge))
+            out = each(*arguments(name, leaf, edge_index))
             found.append([out, *torch.autograd.grad(out.sin().sum(), [leaf, *each.parameters()])])
         torch.testing.assert_close(*found, **elementwise("float64/programs"))
     assert any(graph.regions for graph in captured)
@@ -80,7 +78,7 @@ def test_kernels_run_and_what_they_do_not_take_is_torchs(captured):
 
 
 def test_random_numbers_on_edges_are_torchs(captured):
-    layer = MessageCase.of("my_gat", "16").module(torch.device("cpu"), torch.float64)
+    layer = WIDE["GATConv"][0](16).double()
     layer.dropout = 0.5
     layer.compile(backend="pyg_dfgnn", dynamic=True, options=EAGER)
     layer(torch.randn(NODES, 16).double(), torch.randint(0, NODES, (2, 60)))

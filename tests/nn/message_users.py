@@ -9,7 +9,7 @@ from torch_geometric.nn import MessagePassing
 from torch_geometric.nn.aggr import PowerMeanAggregation, SoftmaxAggregation
 from torch_geometric.utils import degree, scatter, softmax
 
-from benchmarks.cases.messages import Temperature
+from benchmarks.loops.layers import Temperature
 
 FEATURES, WIDTH, EDGE = 6, 4, 3
 
@@ -37,6 +37,23 @@ class Gated(MessagePassing):
         messages, gates, edge = inputs
         total = scatter(gates, index, 0, dim_size, "sum")
         return scatter(messages, index, 0, dim_size, "sum") / (total + 1e-6), edge
+
+
+class NodeGatedGCN(MessagePassing):
+    """Sums with gates per channel of both ends, normalised by the sum of the gates."""
+
+    def __init__(self, width):
+        super().__init__(aggr="add")
+        self.a, self.b, self.c = (Linear(width, width) for _ in range(3))
+
+    def forward(self, x, edge_index):
+        out = self.propagate(edge_index, query=self.a(x), key=self.b(x), value=self.c(x))
+        total, gates = out.chunk(2, dim=-1)
+        return total / (gates + 1e-6)
+
+    def message(self, query_i, key_j, value_j):
+        gate = torch.sigmoid(query_i + key_j)
+        return torch.cat([gate * value_j, gate], dim=-1)
 
 
 class EdgeGate(MessagePassing):
