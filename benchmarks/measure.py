@@ -41,7 +41,6 @@ def commands() -> dict[str, list[str]]:
     named["table2-gine_stack"] = ["-m", "benchmarks.table2", "model=gine_stack", WITH_EDGE_FEATURES, BACKENDS]
     for path in sorted((CONFIGS / "experiment").glob("*.yaml")):
         named[path.stem] = ["-m", "benchmarks", f"experiment={path.stem}"]
-    named["reorder-cost"] = ["-m", "benchmarks.orders"]
     named["check"] = ["-m", "benchmarks.check", "--schedules", "row_split", "smem", "block_mma"]
     named["documents"] = ["-m", "benchmarks.published"]
     return named

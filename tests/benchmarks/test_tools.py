@@ -1,36 +1,8 @@
-"""The cost of orders of nodes beside their gain, and the list of all commands."""
+"""The list of all commands."""
 
 from hydra import compose, initialize_config_dir
 
-from benchmarks import CONFIGS, measure, orders, table2
-from benchmarks.graphs import recipe_of
-from benchmarks.results import Table
-from benchmarks.run import FIELDS
-
-
-def test_orders_are_set_against_their_gain(tmp_path, capsys):
-    words = "--small --device cpu --graphs c+degree c+rcm --folder".split()
-    for _ in range(2):
-        assert orders.main([*words, str(tmp_path)]) == 0
-    assert "python -m benchmarks experiment=reorder" in capsys.readouterr().out
-    (path,) = tmp_path.glob("*-small/reorder-cost.csv")
-    costs_of = Table.read(path)
-    assert [row["graph"] for row in costs_of] == ["c+degree", "c+rcm"] and all(float(r["cost_s"]) > 0 for r in costs_of)
-    row = {**dict.fromkeys(FIELDS, ""), "op": "dot", "layer": "GT", "size": "1x128", "dtype": "float32", "status": "ok"}
-    row |= {"implementation": "fused", "schedule": "auto", "direction": "fwd+bwd", "state": "warm"}
-    times = [{**row, "graph": name, "median_ms": ms} for name, ms in {"c": 2.0, "c+degree": 1.5, "c+rcm": 2.5}.items()]
-    Table(path.with_name("reorder.csv"), FIELDS).append(times)
-    costs_of = [{**cost, "cost_s": "10"} for cost in costs_of]
-    half = [{**each, "dtype": "bfloat16", "median_ms": float(each["median_ms"]) ** 2} for each in times]
-    table = orders.gains_table(costs_of, [*times, *half])
-    assert "| 1.33 (20,000), 1.78 |" in table and "| 0.80, 0.64 |" in table
-    assert orders.main([*words, str(tmp_path)]) == 0
-    assert "| 1.33 (" in capsys.readouterr().out
-
-
-def test_the_experiment_names_reordered_graphs():
-    names = orders.experiment_graphs()
-    assert len({name.partition("+")[0] for name in names}) == 4 and all(recipe_of(name).order for name in names)
+from benchmarks import CONFIGS, measure, table2
 
 
 def test_commands_of_training_steps_compose():
