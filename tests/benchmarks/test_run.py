@@ -6,7 +6,7 @@ import shlex
 import pytest
 import torch
 
-from benchmarks import CONFIGS, isolated, plots, run, tables
+from benchmarks import CONFIGS, isolated, plots, run, table2, tables
 from benchmarks.case import Fused
 from benchmarks.cases.attention import IMPLEMENTATIONS
 from benchmarks.cases.attention.baselines import CompiledPyGAttention, Flex, PyGAttention, Unfused
@@ -21,6 +21,7 @@ from pyg_dfgnn.errors import UnsupportedError
 from pyg_dfgnn.reference.zoo import EdgeList
 from tests.benchmarks import isolated_work
 from tests.benchmarks.quick import QUICK, composed, read, results
+from tests.configs import compose
 from tests.covering import extended
 from tests.kernels.emulated import emulated_device
 
@@ -53,10 +54,14 @@ def test_the_figures_of_the_paper_are_all_there():
 @pytest.mark.parametrize("file", ["docs/measurements.md", "docs/paper.md", "results/README.md"])
 def test_commands_that_are_written_down_compose(file):
     text = (CONFIGS.parents[1] / file).read_text()
-    commands = re.findall(r"python -m benchmarks ([^`#\n]*)", text)
+    commands = re.findall(r"python -m benchmarks(\.table2|)(?![.\w])([^`#\n]*)", text)
     assert commands
-    for command in commands:
+    for module, command in commands:
         overrides = [word.split(",")[0] if "[" not in word else word for word in shlex.split(command) if word != "-m"]
+        if module:
+            cfg = compose.composed(table2.CONFIGS, "table2", *overrides)
+            assert cfg.model.get("dropout", 0.0) == 0.0 and cfg.model.hidden_channels == 128
+            continue
         config = composed(*(word for word in overrides if "<" not in word))
         assert cases_of(config) if "loops" in config else Experiment.of(config)
 
