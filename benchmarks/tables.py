@@ -106,7 +106,7 @@ def speedup_table(rows: Rows, baseline: str) -> str:
     for place in sorted(factors, key=lambda place: (place[:3], in_order(key[3] for key in factors).index(place[3]))):
         for name, factor in factors[place].items():
             row = by_label[place, name]
-            share = f"{100 * float(row['utilisation']):.1f} %"
+            share = f"{100 * float(row['utilisation']):.1f} %" if row["utilisation"] else ""
             body.append([*place, name, row["ran"], f"{milliseconds(row):.4g}", f"{factor:.2f}x", share])
     header = ["layer", "size", "direction", "graph", "implementation", "ran", "ms", f"over {baseline}"]
     return markdown([*header, "of the bandwidth"], body)

@@ -337,6 +337,8 @@ def test_speedups_and_their_geometric_means():
     table = tables.means_table(rows, "unfused")
     assert "| GT | 1x128 | fwd | ours | 6.00x (2 of 6) | 1.00x (1 of 6) | 3.30x (3 of 12) | 1.00x (cora) |" in table
     assert "| ours | forward=row_split | 1 | 9.00x | 50.0 % |" in tables.speedup_table(rows, "unfused")
+    rows = [{**row, "utilisation": ""} for row in rows]
+    assert "| ours | forward=row_split | 1 | 9.00x |  |" in tables.speedup_table(rows, "unfused")
     summary = tables.summary(rows, "unfused", speedups=True)
     assert "#### Times faster than cuSPARSE, unfused" in summary
     assert "faster" not in tables.summary(rows, "unfused", speedups=False)
