@@ -47,16 +47,11 @@ WORDS = {
     "feature_parallel": "plain feature-parallel fusion",
     "cuSPARSE, unfused": "unfused calls of cuSPARSE",
     "torch.compile of PyG": "PyG under torch.compile",
-    "auto": "pyg_dfgnn",
-    "auto_graph": "pyg_dfgnn, captured",
-    "unfused": "unfused calls of cuSPARSE",
-    "pyg_compile": "PyG under torch.compile",
 }
 """Name in the rows -> words of a figure."""
 DATA_SETS = {
     "citeseer": "CiteSeer",
     "cora": "Cora",
-    "pascalvoc_sp": "PascalVOC",
     "ppa": "ogbl-ppa",
     "proteins": "ogbn-proteins",
     "pubmed": "PubMed",

@@ -230,7 +230,7 @@ def measured_columns(measured: Measured, reference: Reference | None) -> dict[st
 
 
 def run(options: Options) -> int:
-    """Measure what the results of a model lack, then print its table and draw its figure.
+    """Measure what the results of a model lack, then print its table.
 
     Args:
         options: What to measure; Hydra must be set up.
@@ -238,16 +238,11 @@ def run(options: Options) -> int:
     Returns:
         0: all done; 1: a result is wrong; 2: stopped early.
     """
-    stem = options.folder / f"{options.model_name}-{file_stem(options.device)}"
-    table = Table(stem.with_suffix(".csv"), FIELDS)
+    table = Table(options.folder / f"{options.model_name}-{file_stem(options.device)}.csv", FIELDS)
     finished = options.summary or _fill(options, table)
     rows = table2_report.latest([row for row in table.rows() if row["setting"] == options.setting])
     if rows:
         print(table2_report.times_table(rows))
-        if options.device.type == "cuda":
-            print(table2_report.draw(rows, stem.with_suffix(".png")))
-        else:
-            print("Without a GPU our convs run PyG's code: no speed-ups are drawn.")
     if any(row["status"].startswith("WRONG") for row in rows):
         return 1
     return 0 if finished else 2

@@ -1,11 +1,9 @@
-"""The table and the figure of `python -m benchmarks.table2`, from its rows alone."""
+"""The table of `python -m benchmarks.table2`, from its rows alone."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
 
-from benchmarks.plots import save_figure, speedup_figure
 from benchmarks.results import Row, markdown
 from benchmarks.table2_steps import PHASES, STEP_BY_STEP, SUMMED
 
@@ -63,14 +61,3 @@ def times_table(rows: Sequence[Row]) -> str:
 
 def _number(value: str) -> str:
     return f"{float(value):.3g}" if value else ""
-
-
-def draw(rows: Sequence[Row], path: Path) -> Path:
-    """Draw how many times faster than PyG's the sum of each backend is, per data set; return the path."""
-    panel: dict[str, dict[str, float]] = {row["dataset"]: {} for row in rows}
-    for (dataset, backend), factor in faster(rows, "sum_ms").items():
-        if backend != BASELINE:
-            panel[dataset][backend] = factor
-    title = f"Training steps of {rows[0]['model']}, {rows[0]['gpu']}"
-    save_figure(speedup_figure({("", "preprocess, forward and backward"): panel}, "PyG", title), path)
-    return path

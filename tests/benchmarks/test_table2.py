@@ -1,4 +1,4 @@
-"""Table 2 on a CPU: phases, the comparison of losses, what cannot run, resumed results, the page and the figure."""
+"""Table 2 on a CPU: phases, the comparison of losses, what cannot run, resumed results, and the table."""
 
 import csv
 from itertools import count
@@ -60,7 +60,7 @@ def table(options, tmp_path):
 
 
 @pytest.mark.parametrize("model", ["transformer_stack", "gat_stack", "agnn_stack"])
-def test_backends_agree_and_are_timed(table, tmp_path, capsys, model):
+def test_backends_agree_and_are_timed(table, capsys, model):
     extra = ["model.heads=2"] if model == "gat_stack" else []
     code, rows = table(f"model={model}", *extra)
     assert code == 0 and [row["backend"] for row in rows] == ["pyg", "unfused", "auto"]
@@ -71,9 +71,6 @@ def test_backends_agree_and_are_timed(table, tmp_path, capsys, model):
         assert float(row["sum_ms"]) <= float(row["step_ms"]) and parts == pytest.approx(float(row["sum_ms"]), rel=0.5)
     assert [row["reference"] for row in rows] == ["", "pyg", "pyg"]
     assert all(float(row["loss_difference"]) < 1e-4 and float(row["gradient_difference"]) < 1e-4 for row in rows[1:])
-    # Speed-ups of PyG's code on a CPU are not drawn unless they are asked for.
-    assert not list(tmp_path.glob("*.png"))
-    assert table2_report.draw(rows, tmp_path / "steps.png").read_bytes().startswith(b"\x89PNG")
     printed = capsys.readouterr().out
     assert "| pattern | auto |" in printed and "| pattern | unfused |" in printed and "1.00x" in printed
 
