@@ -12,7 +12,6 @@ import math
 import os
 import re
 import sys
-import time
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -28,7 +27,7 @@ from benchmarks.case import DTYPES, Case, forward_backward
 from benchmarks.cases import FAMILIES
 from benchmarks.graphs import benchmark_graph, compressed
 from benchmarks.prepare import collect_specs, in_force, rounded_problem
-from benchmarks.results import Table, default_folder, file_stem, markdown, reason, source_digest
+from benchmarks.results import Progress, Table, default_folder, file_stem, markdown, reason, source_digest
 from benchmarks.timing import RELEASED_ELEMENTS, Timer
 from pyg_dfgnn.graph import Graph
 from pyg_dfgnn.reference.oracle import Inputs
@@ -243,13 +242,12 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
 def main(arguments: Sequence[str] | None = None) -> int:
     options = _options(arguments)
     device = torch.device(options.device)
-    started = time.perf_counter()
     stem = file_stem(device, options.small)
     path = options.out / f"{stem}-cases.csv"
     table = Table(path, FIELDS)
     finished = _fill(options, device, table)
     rows = [row for row in table.rows() if row["digest"] == source_digest()]
-    print(f"\n{path}: {len(rows)} cases of sources {source_digest()}, {time.perf_counter() - started:.0f} s\n")
+    print(f"\n{path}: {len(rows)} cases of sources {source_digest()}\n")
     print(markdown(WORST_FIELDS, ([row[name] for name in WORST_FIELDS] for row in worst_errors(rows))))
     folder = default_folder("check", device, options.small)
     if folder.parent.name == "results":
@@ -265,7 +263,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _fill(options: argparse.Namespace, device: torch.device, table: Table) -> bool:
     """Run the cases that a table lacks, group by group; return whether that was all of them before time ran out."""
-    started, timer, graphs = time.perf_counter(), Timer(device), []
+    progress, timer, graphs = Progress(options.limit_seconds), Timer(device), []
     for name in options.graphs:
         try:
             graphs.append(check_graph(name, device, small=options.small))
@@ -280,10 +278,9 @@ def _fill(options: argparse.Namespace, device: torch.device, table: Table) -> bo
             points += [(graph, case, missing)] if missing else []
         if points and device.type == "cuda":
             _compile(dict.fromkeys(case for _, case, _ in points), graphs, options)
-        print(f"[{time.perf_counter() - started:5.0f} s] {name}: {len(points)} points to check", flush=True)
+        progress.print(f"{name}: {len(points)} points to check")
         for graph, case, missing in points:
-            if time.perf_counter() - started > options.limit_seconds:
-                print(f"stopped after {options.limit_seconds:g} s; run again to resume")
+            if progress.is_over():
                 return False
             table.append(check_point(case, graph, missing, keep_factors(case, graph)))
             # Surfaces a dead CUDA context at once.

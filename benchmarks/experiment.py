@@ -12,7 +12,7 @@ import torch
 from benchmarks.case import DTYPES, Case
 from benchmarks.cases import FAMILY_OF, OURS, TITLES, case_of, implementation_of
 from benchmarks.graphs import Recipe, recipe_of
-from benchmarks.results import Rows, default_folder
+from benchmarks.results import Rows, default_folder, device_of
 from benchmarks.timing import Pace
 from pyg_dfgnn.errors import check_choice
 from pyg_dfgnn.settings import SCHEDULES
@@ -104,13 +104,10 @@ class Experiment:
                 case_of(op, size)
         isolated = dict(values["isolated"])
         isolated["implementations"] = tuple(isolated["implementations"])
-        device = values["device"]
-        if device == "auto":
-            device = "cuda" if torch.cuda.is_available() else "cpu"
         values.update(
             pace=Pace(**values["pace"]),
             isolated=Isolation(**isolated),
-            device=torch.device(device),
+            device=device_of(values["device"]),
         )
         values["folder"] = Path(values["folder"] or default_folder("bench", values["device"], values["small"]))
         return Experiment(**{field.name: values[field.name] for field in fields(Experiment)})

@@ -6,6 +6,7 @@ import csv
 import hashlib
 import platform
 import subprocess
+import time
 from collections.abc import Iterable, Mapping, Sequence
 from datetime import datetime, timezone
 from functools import cache
@@ -102,6 +103,34 @@ def reason(error: Exception) -> str:
     if isinstance(error, UnsupportedError):
         return "not run: " + "; ".join(error.reasons)
     return f"failed: {' '.join(f'{type(error).__name__}: {error}'.split())[:300]}"
+
+
+def latest(rows: Rows, names: Sequence[str]) -> list[Row]:
+    """Return the last of the rows that agree in these columns; a resumed run appends."""
+    return list({tuple(str(row[name]) for name in names): row for row in rows}.values())
+
+
+def device_of(name: str) -> torch.device:
+    """Return the device that a config names; `auto` is a GPU where there is one."""
+    return torch.device(("cuda" if torch.cuda.is_available() else "cpu") if name == "auto" else name)
+
+
+class Progress:
+    """Lines of a command with the seconds that it has taken, and the limit after which it starts nothing more."""
+
+    def __init__(self, limit_s: float) -> None:
+        self.limit_s, self.started = limit_s, time.perf_counter()
+
+    def print(self, text: str) -> None:
+        """Print a line."""
+        print(f"[{time.perf_counter() - self.started:5.0f} s] {text}", flush=True)
+
+    def is_over(self) -> bool:
+        """Return whether the time is up, and say so."""
+        is_over = time.perf_counter() - self.started > self.limit_s
+        if is_over:
+            print(f"stopped after {self.limit_s:g} s; run again to resume")
+        return is_over
 
 
 def now() -> str:

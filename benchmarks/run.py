@@ -7,7 +7,6 @@ and gradients on every row; one that fails prints WRONG and gets no time.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
@@ -24,7 +23,7 @@ from benchmarks.experiment import Experiment, Job
 from benchmarks.graphs import benchmark_graph, compare_with_recipe, compressed, recipe_of
 from benchmarks.isolated import EndedError, results
 from benchmarks.prepare import in_force, rounded_problem
-from benchmarks.results import Rows, Table, environment, file_stem, now, reason
+from benchmarks.results import Progress, Rows, Table, environment, file_stem, latest, now, reason
 from benchmarks.timing import RELEASED_ELEMENTS, TimedCall, Timer, Timing
 from pyg_dfgnn.dispatch.gpu import gpu_of
 from pyg_dfgnn.graph import Graph
@@ -78,11 +77,6 @@ def job_columns(job: Job, device: torch.device) -> dict[str, Any]:
         "time": now(),
         **environment(device),
     }
-
-
-def timing_columns(timing: Timing) -> dict[str, Any]:
-    """The columns of a median."""
-    return {"median_ms": f"{timing.median_ms:.5g}", "iqr_ms": f"{timing.iqr_ms:.3g}", "n": timing.n}
 
 
 class Measurement:
@@ -193,7 +187,8 @@ class Measurement:
         bytes_per_s = gpu_of(self.graph.device).memory_bytes_per_s
         return {
             **row,
-            **timing_columns(timing),
+            **timing.columns(),
+            "n": timing.n,
             "compulsory_mb": f"{compulsory / 1e6:.4g}",
             "utilisation": f"{compulsory / bytes_per_s / (timing.median_ms / 1e3):.4f}",
         }
@@ -219,7 +214,8 @@ def graph_build_rows(graph: EdgeList, timer: Timer) -> list[dict[str, Any]]:
         samples["csr"].append(timer.wall_ms(build))
         samples["csc"].append(timer.wall_ms(partial(getattr, build(), "csc")))
     # The first build warms up.
-    return [{**base, "direction": side, **timing_columns(Timing.of(values[1:]))} for side, values in samples.items()]
+    timings = {side: Timing.of(values[1:]) for side, values in samples.items()}
+    return [{**base, "direction": side, **timing.columns(), "n": timing.n} for side, timing in timings.items()]
 
 
 def rows_of_job(experiment: Experiment, job: Job) -> Iterator[dict[str, Any]]:
@@ -247,7 +243,7 @@ def run(config: Mapping[str, Any]) -> int:
     table = Table(path, FIELDS)
     finished = experiment.summary or _Runner(experiment, table).run()
     # Rows of other sources stay until the same thing has been measured anew.
-    rows = tables.latest(table.rows())
+    rows = latest(table.rows(), tables.NAMES)
     if rows:
         table.keep(rows)
     on_gpu = experiment.device.type == "cuda"
@@ -270,7 +266,7 @@ class _Runner:
         self.device = experiment.device
         self.timer = Timer(self.device, experiment.pace)
         self.environment = environment(self.device)
-        self.started = time.perf_counter()
+        self.progress = Progress(experiment.limit_s)
 
     def run(self) -> bool:
         """False when time ran out."""
@@ -279,32 +275,23 @@ class _Runner:
         print(f"{self.experiment.name}: {sum(map(len, todo.values()))} measurements", flush=True)
         return all(self._graph(graph, jobs) for graph, jobs in todo.items() if jobs)
 
-    def _print(self, text: str) -> None:
-        print(f"[{time.perf_counter() - self.started:5.0f} s] {text}", flush=True)
-
-    def _out_of_time(self) -> bool:
-        is_over = time.perf_counter() - self.started > self.experiment.limit_s
-        if is_over:
-            print(f"stopped after {self.experiment.limit_s:g} s; run again to resume")
-        return is_over
-
     def _graph(self, name: str, jobs: Sequence[Job]) -> bool:
         """All jobs on one graph; False when time ran out."""
-        if self._out_of_time():
+        if self.progress.is_over():
             return False
         small = self.experiment.small
         try:
             graph = benchmark_graph(name, self.device, small=small)
         except (FileNotFoundError, ImportError) as error:
-            self._print(f"skipped graph {name}: {error}")
+            self.progress.print(f"skipped graph {name}: {error}")
             return True
         if not small:
-            self._print(compare_with_recipe(graph, recipe_of(name)))
+            self.progress.print(compare_with_recipe(graph, recipe_of(name)))
         if ("graph", name) not in {(row["op"], row["graph"]) for row in self.table.rows()}:
             self._append(graph_build_rows(graph, self.timer))
         problem: Problem | None = None
         for job in jobs:
-            if self._out_of_time():
+            if self.progress.is_over():
                 return False
             if self.experiment.is_isolated(job):
                 self._isolated(job, graph)
@@ -331,4 +318,4 @@ class _Runner:
         rows = [{**row, "experiment": self.experiment.name} for row in rows]
         self.table.append(rows)
         for row in rows:
-            self._print(tables.line(row))
+            self.progress.print(tables.line(row))

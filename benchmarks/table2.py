@@ -15,7 +15,6 @@ import importlib
 import json
 import os
 import sys
-import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from functools import partial
@@ -31,7 +30,19 @@ from omegaconf import DictConfig, OmegaConf
 from benchmarks import CONFIGS, table2_report
 from benchmarks.isolated import EndedError, results
 from benchmarks.results import MEASURED_ROOMS as LAYER_ROOMS
-from benchmarks.results import OUT_OF_MEMORY, Table, default_folder, environment, file_stem, now, reason, source_digest
+from benchmarks.results import (
+    OUT_OF_MEMORY,
+    Progress,
+    Table,
+    default_folder,
+    device_of,
+    environment,
+    file_stem,
+    latest,
+    now,
+    reason,
+    source_digest,
+)
 from benchmarks.table2_steps import (
     PHASES,
     STEP_BY_STEP,
@@ -57,6 +68,8 @@ FIELDS = [
     *(*STEP_BY_STEP, "bound"),
     *"gpu torch cuda pyg cupy commit digest time".split(),
 ]
+CELL = ("model", "dataset", "backend")
+"""Columns that name a cell."""
 MEASURED_ROOMS = (*LAYER_ROOMS, "nn", "models", "training")
 """Rooms whose text decides what a step of ours takes."""
 
@@ -109,9 +122,7 @@ class Options:
     def of(config: Mapping[str, Any], model_name: str) -> Options:
         """From a resolved config."""
         values = {**config, "model_name": model_name, "pace": StepPace(**config["pace"])}
-        if values["device"] == "auto":
-            values["device"] = "cuda" if torch.cuda.is_available() else "cpu"
-        values["device"] = torch.device(values["device"])
+        values["device"] = device_of(values["device"])
         values["folder"] = Path(values["folder"] or default_folder("table2", values["device"]))
         for name in ("batch_size", "num_batches"):
             check_range(name, values[name], 1)
@@ -214,11 +225,9 @@ def source_columns(source: TaskBatches) -> dict[str, Any]:
 
 def measured_columns(measured: Measured, reference: Reference | None) -> dict[str, Any]:
     """Times, memory, and how far the losses are from those of the reference."""
-    times = {f"{phase}_ms": f"{timing.median_ms:.5g}" for phase, timing in measured.timings.items()}
-    spreads = {f"{phase}_iqr_ms": f"{timing.iqr_ms:.3g}" for phase, timing in measured.timings.items()}
+    times = [timing.columns(f"{phase}_ms", f"{phase}_iqr_ms") for phase, timing in measured.timings.items()]
     return {
-        **times,
-        **spreads,
+        **{name: value for columns in times for name, value in columns.items()},
         **measured.differences,
         "n": measured.timings["step"].n,
         "reference_sum_ms": "" if measured.reference_sum is None else f"{measured.reference_sum.median_ms:.5g}",
@@ -240,7 +249,7 @@ def run(options: Options) -> int:
     """
     table = Table(options.folder / f"{options.model_name}-{file_stem(options.device)}.csv", FIELDS)
     finished = options.summary or _fill(options, table)
-    rows = table2_report.latest([row for row in table.rows() if row["setting"] == options.setting])
+    rows = latest([row for row in table.rows() if row["setting"] == options.setting], CELL)
     if rows:
         print(table2_report.times_table(rows))
     if any(row["status"].startswith("WRONG") for row in rows):
@@ -273,7 +282,7 @@ def missing(cells: Sequence[Cell], rows: Sequence[Mapping[str, Any]], now_: Mapp
 def _fill(options: Options, table: Table) -> bool:
     """Whether all cells have been measured."""
     todo = missing(options.cells(), table.rows(), options.provenance())
-    started = time.perf_counter()
+    progress = Progress(options.total_limit_s)
     for dataset in dict.fromkeys(cell.dataset for cell in todo):
         cells = [cell for cell in todo if cell.dataset == dataset]
         first = cells[0]
@@ -283,10 +292,8 @@ def _fill(options: Options, table: Table) -> bool:
                 table.append([row])
                 cell = cells.pop(0)
                 has_reference |= cell is first and row["status"] == "ok"
-                took_s = time.perf_counter() - started
-                print(f"[{took_s:5.0f} s] {cell.dataset} {cell.backend.name}: {_summary(row)}", flush=True)
-                if took_s > options.total_limit_s:
-                    print(f"stopped after {options.total_limit_s:g} s; run again to resume")
+                progress.print(f"{cell.dataset} {cell.backend.name}: {_summary(row)}")
+                if progress.is_over():
                     return cell is todo[-1]
             if cells and has_reference:
                 # A fresh process goes on, which lacks the reference.

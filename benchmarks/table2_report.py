@@ -14,11 +14,6 @@ HEADER = [
 BASELINE = "pyg"
 
 
-def latest(rows: Sequence[Row]) -> list[Row]:
-    """The last row of each cell; a resumed run appends."""
-    return list({(row["model"], row["dataset"], row["backend"]): row for row in rows}.values())
-
-
 def faster(rows: Sequence[Row], column: str) -> dict[tuple[str, str], float]:
     """(data set, backend) -> how many times faster than PyG; by sums that were taken in turns where they were."""
     timed = {(row["dataset"], row["backend"]): row for row in rows if row["status"] == "ok"}

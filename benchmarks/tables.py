@@ -9,7 +9,7 @@ from statistics import geometric_mean
 from benchmarks import CONFIGS
 from benchmarks.cases import TITLES
 from benchmarks.graphs import RECIPES, TABLE_1
-from benchmarks.results import Row, Rows, Table, markdown
+from benchmarks.results import Row, Rows, Table, latest, markdown
 
 NAMES = ("graph", "op", "size", "dtype", "implementation", "schedule", "direction", "state")
 STATES = {"warm": "Warm", "flushed": "L2 flushed", "replay": "Replayed CUDA graph"}
@@ -20,14 +20,11 @@ PACKAGES = CONFIGS.parents[1] / "results" / "bench" / "nvidia-h200" / "packages.
 SIXTEEN_BITS = ("bfloat16", "float16")
 
 
-def latest(rows: Rows) -> list[Row]:
-    """The last row of every measured thing; a resumed run appends."""
-    return list({tuple(str(row[name]) for name in NAMES): row for row in rows}.values())
-
-
 def timed(rows: Rows) -> list[Row]:
     """The last rows with a time in a warm cache."""
-    return [row for row in latest(rows) if row["status"] == "ok" and row["state"] == "warm" and row["op"] != "graph"]
+    return [
+        row for row in latest(rows, NAMES) if row["status"] == "ok" and row["state"] == "warm" and row["op"] != "graph"
+    ]
 
 
 def label(row: Row) -> str:
@@ -79,7 +76,7 @@ def times_faster(rows: Rows, baseline: str) -> dict[tuple[str, str, str, str], d
 
 def times_table(rows: Rows, state: str = "warm") -> str:
     """Median milliseconds: one line per layer, size, direction and implementation that ran, one column per graph."""
-    shown = [row for row in latest(rows) if row["state"] in (state, "") and row["op"] != "graph"]
+    shown = [row for row in latest(rows, NAMES) if row["state"] in (state, "") and row["op"] != "graph"]
     graphs = in_order(row["graph"] for row in shown)
     lines: dict[tuple[str, ...], dict[str, Row]] = {}
     for row in shown:
@@ -166,7 +163,7 @@ def peers_table(rows: Rows) -> str:
 def not_timed(rows: Rows) -> str:
     """List rows without a time and their reasons; the same reason on several graphs or directions takes one line."""
     graphs: dict[tuple[str, str], dict[str, None]] = {}
-    for row in latest(rows):
+    for row in latest(rows, NAMES):
         if row["status"] == "ok":
             continue
         what = f"{row['layer']} {row['size']}, {label(row)}"

@@ -39,6 +39,10 @@ class Timing:
         low, _, high = quantiles(samples, n=4) if len(samples) > 1 else (samples[0],) * 3
         return Timing(median(samples), high - low, len(samples))
 
+    def columns(self, ms: str = "median_ms", iqr_ms: str = "iqr_ms") -> dict[str, str]:
+        """Return the columns of the median and its range, by these names."""
+        return {ms: f"{self.median_ms:.5g}", iqr_ms: f"{self.iqr_ms:.3g}"}
+
 
 @dataclass(frozen=True)
 class Pace:

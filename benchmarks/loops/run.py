@@ -19,9 +19,21 @@ import torch
 from benchmarks.loops import profile
 from benchmarks.loops.cases import LOOPS, LoopCase
 from benchmarks.loops.steps import BASELINE, Batches, First, Steps, first_step, gradients, in_float64, limited
-from benchmarks.results import MEASURED_ROOMS, Rows, Table, environment, markdown, now, source_digest
+from benchmarks.results import (
+    MEASURED_ROOMS,
+    Progress,
+    Rows,
+    Table,
+    device_of,
+    environment,
+    latest,
+    markdown,
+    now,
+    reason,
+    source_digest,
+)
 from benchmarks.timing import Timer, Timing
-from pyg_dfgnn.errors import UnsupportedError, check_choice
+from pyg_dfgnn.errors import check_choice
 from pyg_dfgnn.graph import Graph
 from pyg_dfgnn.reference.tolerances import relative_error, worst_beside
 from pyg_dfgnn.torch_private import dynamo_config
@@ -100,7 +112,7 @@ class Turns:
         samples = self._samples()
         for name in self.steps:
             timing, row = Timing.of(samples[name]), self.rows[name]
-            row |= {"ms": f"{timing.median_ms:.5g}", "iqr_ms": f"{timing.iqr_ms:.3g}", "blocks": timing.n}
+            row |= {**timing.columns("ms"), "blocks": timing.n}
             if (baseline := BASELINE[name]) in self.steps:
                 other = Timing.of(samples[baseline]).median_ms
                 # Of blocks next to each other, so that what slows the host for a while slows both.
@@ -165,12 +177,6 @@ class Turns:
         return samples
 
 
-def reason(error: Exception) -> str:
-    """Why there is no time, in one line."""
-    kind = "not run" if isinstance(error, UnsupportedError) else f"failed: {type(error).__name__}"
-    return " ".join(f"{kind}: {error}".split())[:400]
-
-
 def build_rows(timer: Timer, small: bool) -> Iterator[dict[str, Any]]:
     """Microseconds that the host needs for a graph of fresh edges, and for its second order too, as milliseconds."""
     nodes, edges = (30, 90) if small else (2708, 10880)
@@ -184,13 +190,12 @@ def build_rows(timer: Timer, small: bool) -> Iterator[dict[str, Any]]:
 
         timing = Timing.of([timer.wall_ms(partial(build, edge_index.clone())) for _ in range(40)][10:])
         row = {"loop": "host", "model": "graph_of", "size": name, "implementation": "ours", "status": "ok"}
-        yield {**row, "ms": f"{timing.median_ms:.5g}", "iqr_ms": f"{timing.iqr_ms:.3g}", "blocks": timing.n}
+        yield {**row, **timing.columns("ms"), "blocks": timing.n}
 
 
 def run(config: Mapping[str, Any]) -> int:
     """Measure, or profile, what the config names; return the exit code, 2 where time ran out."""
-    device = config["device"]
-    device = torch.device(("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device)
+    device = device_of(config["device"])
     is_published = device.type == "cuda" and not config["small"]
     folder = Path(config["folder"] or ("results" if is_published else "outputs"))
     cases, timer = cases_of(config), Timer(device)
@@ -213,7 +218,7 @@ def _measure(
     cases: Sequence[LoopCase], table: Table, timer: Timer, config: Mapping[str, Any], made: Mapping[str, str]
 ) -> int:
     """Append the rows that are not there; return 2 where time ran out, else 0."""
-    started = time.perf_counter()
+    progress = Progress(config["limit_s"])
     done = {tuple(row[name] for name in KEY) for row in table.rows() if row["digest"] == made["digest"]}
 
     def is_missing(row: dict[str, Any]) -> bool:
@@ -228,8 +233,7 @@ def _measure(
         names = [name for name in config["implementations"] if is_missing({**key, "implementation": name})]
         if not names:
             continue
-        if time.perf_counter() - started > config["limit_s"]:
-            print(f"stopped after {config['limit_s']} s; the same command goes on")
+        if progress.is_over():
             return STOPPED_EARLY
         try:
             rows = Turns(case, names, timer, config).measure()
@@ -256,7 +260,7 @@ def summary(rows: Rows) -> str:
 
     Of rows of one name the last counts.
     """
-    rows = list({tuple(row[name] for name in KEY): row for row in rows}.values())
+    rows = latest(rows, KEY)
     ratios: dict[tuple[str, str], list[float]] = {}
     for row in rows:
         if row["ratio"] and row["implementation"] != "pyg":

@@ -334,7 +334,7 @@ def test_sums_in_turns_are_compared_with_each_other(table):
 
 def test_latest_row_counts():
     cells = [{"model": "m", "dataset": "d", "backend": backend, "at": at} for at in (0, 1) for backend in "ab"]
-    assert [row["at"] for row in table2_report.latest(cells)] == [1, 1]
+    assert [row["at"] for row in table2.latest(cells, table2.CELL)] == [1, 1]
 
 
 def test_rows_of_another_setting_and_failures_do_not_count(options):
