@@ -71,12 +71,12 @@ def _numbers(out: Tensor, batch: Any) -> Tensor:
     return F.mse_loss(out, batch.target)
 
 
-def _call_graph_level(model: nn.Module, batch: Any) -> Tensor:
-    return model(batch.x, batch.edge_index, batch.edge_attr, batch.batch, batch.num_graphs)  # type: ignore[no-any-return]
+def _reads(*names: str) -> Callable[[nn.Module, Any], Tensor]:
+    """Return a call of a model with these attributes of a batch."""
+    return lambda model, batch: model(*(getattr(batch, name) for name in names))  # type: ignore[no-any-return]
 
 
-def _call(model: nn.Module, batch: Any) -> Tensor:
-    return model(batch.x, batch.edge_index)  # type: ignore[no-any-return]
+_call = _reads("x", "edge_index")
 
 
 GRAPH_LEVEL: dict[str, tuple[Callable[[int, Any], nn.Module], bool]] = {
@@ -103,7 +103,8 @@ def _graph_level(loop: str, prefix: str, source: Callable[[], HostBatches], widt
         size = f"{prefix}-h{width}"
         # The dense attention of GPS asks the device for the largest graph.
         capture = "" if name == "gps" else "graphs"
-        yield LoopCase(loop, name, size, source, make, _call_graph_level, _weighted_square, capture=capture)
+        call = _reads("x", "edge_index", "edge_attr", "batch", "num_graphs")
+        yield LoopCase(loop, name, size, source, make, call, _weighted_square, capture=capture)
 
 
 def _molecules(small: bool) -> Iterator[LoopCase]:
@@ -235,10 +236,6 @@ def _large(small: bool) -> Iterator[LoopCase]:
             yield LoopCase("large", name, size, source, make, _call, _classes, fresh=(), capture="whole")
 
 
-def _call_weighted(model: nn.Module, batch: Any) -> Tensor:
-    return model(batch.x, batch.edge_index, batch.edge_weight)  # type: ignore[no-any-return]
-
-
 def _temporal(small: bool) -> Iterator[LoopCase]:
     shape, width = ((20, 60, 2, 3), 8) if small else ((207, 1722, 32, 12), 64)
     for name, conv in (("gcn", pyg.GCNConv), ("diffusion", layers.Diffusion)):
@@ -248,7 +245,8 @@ def _temporal(small: bool) -> Iterator[LoopCase]:
 
         options: dict[str, Any] = {"fresh": ("x", "target"), "capture": "whole"}
         source = partial(data.series, *shape)
-        yield LoopCase("temporal", name, f"b{shape[2]}-t{shape[3]}", source, make, _call_weighted, _numbers, **options)
+        call, size = _reads("x", "edge_index", "edge_weight"), f"b{shape[2]}-t{shape[3]}"
+        yield LoopCase("temporal", name, size, source, make, call, _numbers, **options)
 
 
 def _call_clouds(model: nn.Module, batch: Any) -> Tensor:
@@ -270,10 +268,6 @@ def _dynamic(small: bool) -> Iterator[LoopCase]:
     yield LoopCase("dynamic", "point_transformer", size, source, transformer, _call_clouds, _classes)
 
 
-def _call_relations(model: nn.Module, batch: Any) -> Tensor:
-    return model(batch.x, batch.edge_index, batch.edge_type)  # type: ignore[no-any-return]
-
-
 def _relations(small: bool) -> Iterator[LoopCase]:
     nodes, edges, width = (30, 90, 8) if small else (50_000, 600_000, 64)
 
@@ -281,7 +275,8 @@ def _relations(small: bool) -> Iterator[LoopCase]:
         return layers.NodeLevel(layers.RelationsByHand(width, 8), layers.RelationsByHand(width, 8))
 
     source = partial(data.graphs, nodes, edges, width, 2, 8)
-    yield LoopCase("relations", "rgcn_by_hand", f"e{edges}", source, make, _call_relations, _numbers)
+    call = _reads("x", "edge_index", "edge_type")
+    yield LoopCase("relations", "rgcn_by_hand", f"e{edges}", source, make, call, _numbers)
 
 
 OWN: dict[str, tuple[Callable[[int], nn.Module], bool]] = {
@@ -297,10 +292,6 @@ OWN: dict[str, tuple[Callable[[int], nn.Module], bool]] = {
 }
 
 
-def _call_edges(model: nn.Module, batch: Any) -> Tensor:
-    return model(batch.x, batch.edge_index, batch.edge_attr)  # type: ignore[no-any-return]
-
-
 def _own(small: bool) -> Iterator[LoopCase]:
     nodes, edges, width = (30, 90, 8) if small else (10_000, 60_000, 64)
     for name, (layer, takes_edges) in OWN.items():
@@ -309,7 +300,7 @@ def _own(small: bool) -> Iterator[LoopCase]:
             second = layers.GatedGCN(width, width) if layer is OWN["gatedgcn"][0] else layer(width)
             return layers.NodeLevel(layer(width), second)
 
-        call = _call_edges if takes_edges else _call
+        call = _reads("x", "edge_index", "edge_attr") if takes_edges else _call
         for size, pool, fresh in (("new", data.POOL, None), ("same", 1, ())):
             source = partial(data.graphs, nodes, edges, width, pool)
             capture = "" if fresh is None else "whole"
@@ -336,10 +327,6 @@ EDGE_NETWORKS: dict[str, tuple[Callable[[int, int], nn.Module], int]] = {
 }
 
 
-def _call_mesh(model: nn.Module, batch: Any) -> Tensor:
-    return model(batch.x, batch.edge_index, batch.pos, batch.edge_attr)  # type: ignore[no-any-return]
-
-
 def _edge_networks(small: bool) -> Iterator[LoopCase]:
     for name, (layer, width) in EDGE_NETWORKS.items():
         count, nodes, width = (2, 12, 8) if small else (1024, 71, width)
@@ -349,7 +336,8 @@ def _edge_networks(small: bool) -> Iterator[LoopCase]:
             return layers.OnMeshes([layer(*sizes) for _ in range(2)])
 
         source = partial(data.meshes, count, nodes, width, edge_width)
-        yield LoopCase("edge_networks", name, f"h{width}", source, make, _call_mesh, _numbers, (), "whole")
+        call = _reads("x", "edge_index", "pos", "edge_attr")
+        yield LoopCase("edge_networks", name, f"h{width}", source, make, call, _numbers, (), "whole")
 
 
 def _call_forces(model: nn.Module, batch: Any) -> tuple[Tensor, Tensor]:

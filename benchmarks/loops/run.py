@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from statistics import geometric_mean, median
@@ -34,7 +34,6 @@ from benchmarks.results import (
 )
 from benchmarks.timing import Timer, Timing
 from pyg_dfgnn.errors import check_choice
-from pyg_dfgnn.graph import Graph
 from pyg_dfgnn.reference.tolerances import relative_error, worst_beside
 from pyg_dfgnn.torch_private import dynamo_config
 
@@ -50,14 +49,6 @@ DRIFT = 1e-2
 WARM_UP_STEPS, MIN_BLOCKS, MAX_BLOCKS = 20, 10, 200
 SLOWER = 0.98
 STOPPED_EARLY = 2
-MUSTS = (
-    # What, implementation, loops, geometric mean.
-    ("eager, new data", "ours", ("molecules", "superpixels", "sampled"), 1.5),
-    ("eager, small", "ours", ("small",), 2.0),
-    ("eager, own layers", "ours", ("own",), 1.3),
-    ("compiled", "ours_compile", tuple(LOOPS), 1.3),
-    ("captured", "ours_captured", ("molecules", "superpixels", "small"), 6.0),
-)
 
 
 def cases_of(config: Mapping[str, Any]) -> list[LoopCase]:
@@ -177,22 +168,6 @@ class Turns:
         return samples
 
 
-def build_rows(timer: Timer, small: bool) -> Iterator[dict[str, Any]]:
-    """Microseconds that the host needs for a graph of fresh edges, and for its second order too, as milliseconds."""
-    nodes, edges = (30, 90) if small else (2708, 10880)
-    edge_index = torch.randint(nodes, (2, edges), generator=torch.Generator().manual_seed(0)).to(timer.device)
-    for name in ("csr", "csr+csc"):
-
-        def build(fresh: torch.Tensor, both: bool = name == "csr+csc") -> None:
-            graph = Graph.of(fresh, nodes)
-            if both:
-                _ = graph.csc
-
-        timing = Timing.of([timer.wall_ms(partial(build, edge_index.clone())) for _ in range(40)][10:])
-        row = {"loop": "host", "model": "graph_of", "size": name, "implementation": "ours", "status": "ok"}
-        yield {**row, **timing.columns("ms"), "blocks": timing.n}
-
-
 def run(config: Mapping[str, Any]) -> int:
     """Measure, or profile, what the config names; return the exit code, 2 where time ran out."""
     device = device_of(config["device"])
@@ -241,8 +216,6 @@ def _measure(
             rows = {name: {"implementation": name, "status": reason(error)} for name in names}
         keep([{**key, **rows[name]} for name in names])
         timer.release()
-    if "host" in config["loops"] and "ours" in config["implementations"] and not config["models"]:
-        keep([row for row in build_rows(timer, config["small"]) if is_missing(row)])
     return 0
 
 
@@ -256,7 +229,7 @@ def line(row: Mapping[str, Any]) -> str:
 
 
 def summary(rows: Rows) -> str:
-    """Per loop and implementation the geometric mean of the ratios; the musts, slower rows and those without times.
+    """Per loop and implementation the geometric mean of the ratios; slower rows and those without times.
 
     Of rows of one name the last counts.
     """
@@ -271,10 +244,6 @@ def summary(rows: Rows) -> str:
         for (loop, name), values in ratios.items()
     ]  # fmt: skip
     text = markdown(["loop", "implementation", "beside", "rows", "geometric mean", "least", "slower by 2 %"], parts)
-    for what, name, loops, needed in MUSTS:
-        if values := [value for loop in loops for value in ratios.get((loop, name), [])]:
-            slower = sum(value < SLOWER for value in values)
-            text += f"\n{what}: {geometric_mean(values):.3g} times (must: {needed:g}), {slower} of {len(values)} slower"
     slow = [row for row in rows if row["ratio"] and float(row["ratio"]) < SLOWER and row["implementation"] != "pyg"]
     text += "".join(f"\nslower: {line(row)}" for row in slow)
     return text + "".join(f"\nno time: {line(row)}" for row in rows if row["status"] != "ok")

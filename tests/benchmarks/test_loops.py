@@ -1,4 +1,4 @@
-"""Loops: every case trains like PyG's, what is wrong or fails gets no time, rows are kept, a summary judges them."""
+"""Loops: every case trains like PyG's, what is wrong or fails gets no time, rows are kept."""
 
 from functools import partial
 
@@ -41,9 +41,8 @@ def test_every_case_of_a_loop_trains_like_pygs(loop, tmp_path):
     assert code == 0 and {row["implementation"] for row in rows} == {"pyg", "ours"}
     assert [row["status"] for row in rows] == ["ok"] * len(rows)
     assert all(float(row["ms"]) > 0 for row in rows)
-    beside = [row for row in rows if row["model"] != "graph_of"]
-    assert all(max(float(row["loss_error"]), float(row["gradient_error"])) < 1e-3 for row in beside)
-    assert len({(row["model"], row["size"]) for row in beside}) == len(beside) / 2
+    assert all(max(float(row["loss_error"]), float(row["gradient_error"])) < 1e-3 for row in rows)
+    assert len({(row["model"], row["size"]) for row in rows}) == len(rows) / 2
 
 
 def test_rows_that_are_there_are_left_out_and_others_are_added(tmp_path):
@@ -119,7 +118,7 @@ def test_samples_are_bipartite_blocks_within_the_fan_out():
         assert target.max() < rows["n"] and target.bincount().max() <= fan and source.max() < sizes["n"]
 
 
-def test_the_summary_judges_by_the_musts():
+def test_the_summary_names_what_is_slower():
     row = dict.fromkeys(run.FIELDS, "") | {"loop": "small", "model": "gin", "size": "cora", "status": "ok", "ms": "1"}
     rows = [
         row | {"implementation": "ours", "ratio": "0.1", "baseline": "pyg"},
@@ -129,7 +128,6 @@ def test_the_summary_judges_by_the_musts():
     ]
     text = run.summary(rows)
     assert "| small | ours | pyg | 2 | 1.97 | 0.97 | 1 |" in text
-    assert "eager, small: 1.97 times (must: 2), 1 of 2 slower" in text
     assert text.count("\nslower: ") == 1 and "no compiler" in text
 
 
