@@ -212,27 +212,6 @@ class HeadsCase(Case):
         return self.heads * self.channels
 
 
-@dataclass(frozen=True)
-class FeaturesCase(Case):
-    """A case whose size is a number of features."""
-
-    channels: int
-
-    @staticmethod
-    def dims(size: str) -> dict[str, int]:
-        if not re.fullmatch(r"[1-9]\d*", str(size)):
-            raise ValueError(f"'sizes' needs a list of numbers of features, such as [64,128] (got {size!r})")
-        return {"channels": int(size)}
-
-    @property
-    def size(self) -> str:
-        return str(self.channels)
-
-    @property
-    def width(self) -> int:
-        return self.channels
-
-
 class Implementation:
     """One way to compute the cases of a family.
 

@@ -13,6 +13,7 @@ import re
 import sys
 from collections import Counter
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from statistics import geometric_mean
 
@@ -156,27 +157,12 @@ def proofs() -> str:
     return markdown(["proof", "machine", "passed", "skipped", "failed", "why skipped", "digest"], body)
 
 
-def _outcomes(name: str) -> str:
+def outcomes(name: str) -> str:
     """The rows of a proof."""
     body = [
         [machine, row["name"], row["outcome"], row["reason"]] for machine, rows in _proofs(name).items() for row in rows
     ]
     return markdown(["machine", "what", "outcome", "reason"], body)
-
-
-def faults() -> str:
-    """What came of each fault."""
-    return _outcomes("faults")
-
-
-def sanitizer() -> str:
-    """What each tool found."""
-    return _outcomes("sanitizer")
-
-
-def soak() -> str:
-    """How much each quantity changes over the last half of a soak."""
-    return _outcomes("soak")
 
 
 BITS = {
@@ -252,8 +238,11 @@ def escaped(text: str) -> str:
     return re.sub(r"([\\`*_\[\]<>|])", r"\\\1", text)
 
 
-_MADE = (loops, edge_networks, means, proofs, faults, sanitizer, determinism, soak, conformance)
-PUBLISHED: dict[str, Callable[[], str]] = {make.__name__: make for make in _MADE}
+_MADE = (loops, edge_networks, means, proofs, determinism, conformance)
+PUBLISHED: dict[str, Callable[[], str]] = {
+    **{make.__name__: make for make in _MADE},
+    **{name: partial(outcomes, name) for name in ("faults", "sanitizer", "soak")},
+}
 """What documents may hold, by name."""
 
 _PLACE = re.compile(r"(<!-- published: (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)

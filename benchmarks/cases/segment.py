@@ -5,6 +5,7 @@ All of them take the same features and edges.
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -18,7 +19,6 @@ from benchmarks.case import (
     Call,
     Case,
     Family,
-    FeaturesCase,
     Forward,
     Fused,
     Implementation,
@@ -65,8 +65,10 @@ AGGREGATIONS = {
 
 
 @dataclass(frozen=True)
-class SegmentCase(FeaturesCase):
+class SegmentCase(Case):
     """One operation on features of one width."""
+
+    channels: int
 
     titles = {name: aggregation.layer for name, aggregation in AGGREGATIONS.items()}
     family = "segment"
@@ -76,6 +78,16 @@ class SegmentCase(FeaturesCase):
     @property
     def aggregation(self) -> Aggregation:
         return AGGREGATIONS[self.op]
+
+    @staticmethod
+    def dims(size: str) -> dict[str, int]:
+        if not re.fullmatch(r"[1-9]\d*", str(size)):
+            raise ValueError(f"'sizes' needs a list of numbers of features, such as [64,128] (got {size!r})")
+        return {"channels": int(size)}
+
+    @property
+    def size(self) -> str:
+        return str(self.channels)
 
     @property
     def width(self) -> int:

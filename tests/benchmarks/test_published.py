@@ -51,8 +51,8 @@ def test_proofs_are_counted_per_machine(proofs):
     (proofs / "faults-x86_64.csv").write_text(header + rest)
     (proofs / "soak-samples-x86_64.csv").write_text("seconds,steps\n1,2\n")
     assert published.proofs().splitlines()[2:] == ["| faults | x86_64 | 1 | 1 | 0 | needs one | abc |"]
-    assert published.faults().splitlines()[-1] == "| x86_64 | no GPU | skipped | needs one |"
-    assert len(published.soak().splitlines()) == 2
+    assert published.outcomes("faults").splitlines()[-1] == "| x86_64 | no GPU | skipped | needs one |"
+    assert len(published.outcomes("soak").splitlines()) == 2
 
 
 def test_layers_with_the_same_bits_share_a_row(proofs):
