@@ -317,13 +317,13 @@ def _mlp_norm(inputs: int, width: int) -> nn.Module:
 
 EDGE_NETWORKS: dict[str, tuple[Callable[[int, int], nn.Module], int]] = {
     # (width, width of edges) -> layer, and the width.
-    "edgeconv_max": (lambda w, _: layers.OfNodes(pyg.EdgeConv(_mlp(2 * w, w))), 64),
-    "edgeconv_add": (lambda w, _: layers.OfNodes(pyg.EdgeConv(_mlp(2 * w, w), aggr="add")), 64),
+    "edgeconv_max": (lambda w, _: layers.Adapted(pyg.EdgeConv(_mlp(2 * w, w)), 0, 1), 64),
+    "edgeconv_add": (lambda w, _: layers.Adapted(pyg.EdgeConv(_mlp(2 * w, w), aggr="add"), 0, 1), 64),
     "egnn": (lambda w, _: layers.Equivariant(_mlp(2 * w + 1, w), _mlp(2 * w, w)), 64),
     "cfconv": (lambda w, e: layers.Filtered(_mlp(e, w), nn.Linear(w, w)), 64),
     "meshgraphnet": (lambda w, e: layers.MeshBlock(_mlp_norm(2 * w + e, w), _mlp_norm(2 * w, w), e == w), 128),
     "gates": (lambda w, _: layers.Gates(_mlp(2 * w, w), _mlp(2 * w, w)), 64),
-    "nnconv": (lambda w, e: layers.OfEdges(pyg.NNConv(w, w, _mlp(e, w * w), aggr="mean")), 16),
+    "nnconv": (lambda w, e: layers.Adapted(pyg.NNConv(w, w, _mlp(e, w * w), aggr="mean"), 0, 1, 3), 16),
 }
 
 
@@ -377,7 +377,7 @@ HOST: dict[str, Callable[[int], nn.Module]] = {
         for name in ("gcn", "sage", "sage_max", "gin", "graphconv", "gat", "transformer", "gen")
     },
     "le": lambda w: pyg.LEConv(w, w),
-    "linear": lambda w: layers.Alone(nn.Linear(w, w)),
+    "linear": lambda w: layers.Adapted(nn.Linear(w, w), 0),
 }
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -273,16 +273,10 @@ def _sampled_types(
     return HostBatches(batches, [])
 
 
-@cache
-def sampled_mag(seeds: int, fans: tuple[int, ...], small: bool) -> HostBatches:
-    """Subgraphs of a graph like ogbn-mag, features of 128 and 349 classes."""
-    return _sampled_types(MAG, MAG_NODES, 349, seeds, fans, small)
-
-
-@cache
-def sampled_tables(seeds: int, fans: tuple[int, ...], small: bool) -> HostBatches:
-    """Subgraphs of rows of five tables that refer to each other, as in relational databases, and two classes."""
-    return _sampled_types(TABLES, TABLES_NODES, 2, seeds, fans, small)
+sampled_mag = cache(partial(_sampled_types, MAG, MAG_NODES, 349))
+"""Subgraphs of a graph like ogbn-mag, features of 128 and 349 classes."""
+sampled_tables = cache(partial(_sampled_types, TABLES, TABLES_NODES, 2))
+"""Subgraphs of rows of five tables that refer to each other, as in relational databases, and two classes."""
 
 
 @cache

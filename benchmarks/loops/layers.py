@@ -329,22 +329,15 @@ class Clouds(nn.Module):
         return self.head(x.view(clouds, -1, x.size(-1)).amax(dim=1))  # type: ignore[no-any-return]
 
 
-class OfNodes(nn.Module):
-    """A conv that reads features of nodes alone."""
+class Adapted(nn.Module):
+    """A layer that reads some of the arguments that it is called with, by their places."""
 
-    def __init__(self, conv: nn.Module) -> None:
+    def __init__(self, layer: nn.Module, *places: int) -> None:
         super().__init__()
-        self.conv = conv
+        self.layer, self.places = layer, places
 
-    def forward(self, x: Tensor, edge_index: Tensor, pos: Tensor, edge: Tensor) -> Tensor:
-        return self.conv(x, edge_index)  # type: ignore[no-any-return]
-
-
-class OfEdges(OfNodes):
-    """A conv that reads features of edges too."""
-
-    def forward(self, x: Tensor, edge_index: Tensor, pos: Tensor, edge: Tensor) -> Tensor:
-        return self.conv(x, edge_index, edge)  # type: ignore[no-any-return]
+    def forward(self, *arguments: Tensor) -> Tensor:
+        return self.layer(*(arguments[place] for place in self.places))  # type: ignore[no-any-return]
 
 
 class Equivariant(MessagePassing):
@@ -489,14 +482,3 @@ class Energies(nn.Module):
         for block in self.blocks:
             x, vectors = block(x, vectors, edge_index, expanded, cut, step / length)
         return scatter(self.head(x).squeeze(-1), batch, 0, dim_size=graphs, reduce="sum")
-
-
-class Alone(nn.Module):
-    """A layer that reads no edges, called as a conv."""
-
-    def __init__(self, layer: nn.Module) -> None:
-        super().__init__()
-        self.layer = layer
-
-    def forward(self, x: Tensor, edge_index: Tensor) -> Tensor:
-        return self.layer(x)  # type: ignore[no-any-return]

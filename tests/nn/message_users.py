@@ -9,7 +9,7 @@ from torch_geometric.nn import MessagePassing
 from torch_geometric.nn.aggr import PowerMeanAggregation, SoftmaxAggregation
 from torch_geometric.utils import degree, scatter, softmax
 
-from benchmarks.loops.layers import Temperature
+from benchmarks.loops.layers import EdgeGate, Temperature
 
 FEATURES, WIDTH, EDGE = 6, 4, 3
 
@@ -54,20 +54,6 @@ class NodeGatedGCN(MessagePassing):
     def message(self, query_i, key_j, value_j):
         gate = torch.sigmoid(query_i + key_j)
         return torch.cat([gate * value_j, gate], dim=-1)
-
-
-class EdgeGate(MessagePassing):
-    """A product with a gate of both ends and the edge."""
-
-    def __init__(self):
-        super().__init__(aggr="mean")
-        self.gate = Linear(2 * FEATURES + EDGE, FEATURES)
-
-    def forward(self, x, edge_index, edge_attr):
-        return self.propagate(edge_index, x=x, edge_attr=edge_attr)
-
-    def message(self, x_i, x_j, edge_attr):
-        return torch.sigmoid(self.gate(torch.cat([x_i, x_j, edge_attr], dim=-1))) * x_j
 
 
 class SigmoidHeads(MessagePassing):
@@ -374,7 +360,7 @@ class Corners(MessagePassing):
 
 USERS = {
     "Gated": (Gated, "edge_attr"),
-    "EdgeGate": (EdgeGate, "edge_attr"),
+    "EdgeGate": (partial(EdgeGate, FEATURES, EDGE), "edge_attr"),
     "SigmoidHeads": (SigmoidHeads, "edge_weight"),
     "SignedAttention": (SignedAttention, None),
     "Temperature": (partial(Temperature, FEATURES), None),
