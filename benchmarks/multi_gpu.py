@@ -27,6 +27,7 @@ from torch_geometric.data import Batch, Data
 import pyg_dfgnn
 import pyg_dfgnn.nn as convs
 from benchmarks.generators import chung_lu
+from benchmarks.timing import Timer
 from benchmarks.training_config import training_config
 from pyg_dfgnn import models
 from pyg_dfgnn.capture import CapturedStep, Recorder, Step
@@ -247,20 +248,16 @@ def group_time_ms(call: Callable[[], Any], group: Group, small: bool) -> float:
     # In its first ten steps DistributedDataParallel waits for the device.
     warm_ups = 1 + (CapturedStep.WARM_UPS if group.size == 1 else CapturedStep.SHARED_WARM_UPS)
     warm_ups, calls = (1, 2) if small else (warm_ups, 15)
+    timer = Timer(group.device)
     for _ in range(warm_ups):
         call()
-    _synchronize(group)
+    timer.synchronize()
     group.barrier()
     start = time.perf_counter()
     for _ in range(calls):
         call()
-    _synchronize(group)
+    timer.synchronize()
     return max(group.counts(round(1e9 * (time.perf_counter() - start)))) / 1e6 / calls
-
-
-def _synchronize(group: Group) -> None:
-    if group.device.type == "cuda":
-        torch.cuda.synchronize(group.device)
 
 
 def _write(path: Path, results: list[Result]) -> None:

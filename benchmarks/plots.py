@@ -78,6 +78,19 @@ def words(name: str) -> str:
     return WORDS.get(name, name)
 
 
+def draw_bars(axis: Any, groups: Sequence[Mapping[str, float]], labels: Sequence[str]) -> list[Any]:
+    """Draw groups of bars that start at 1 on a logarithmic axis; return the bars of each label."""
+    width, drawn = 0.8 / max(1, len(labels)), []
+    for index, label in enumerate(labels):
+        heights = {place: bars[label] for place, bars in enumerate(groups) if label in bars}
+        shifted = [place + (index - (len(labels) - 1) / 2) * width for place in heights]
+        tops = [height - 1.0 for height in heights.values()]
+        drawn.append(axis.bar(shifted, tops, width, bottom=1.0, color=f"C{index}", label=label))
+    axis.axhline(1.0, color="black", linewidth=0.8)
+    axis.set_yscale("log")
+    return drawn
+
+
 def speedup_figure(panels: Mapping[tuple[str, str], Panel], baseline: str, title: str) -> Any:
     """Bars that start at 1, the baseline, on a logarithmic axis.
 
@@ -104,20 +117,13 @@ def speedup_figure(panels: Mapping[tuple[str, str], Panel], baseline: str, title
         {label for panel in panels.values() for bars in panel.values() for label in bars},
         key=lambda label: (not label.startswith("ours"), label),
     )
-    width = 0.8 / max(1, len(labels))
     for (row, column), panel in panels.items():
         axis = axes[rows.index(row)][columns.index(column)]
-        for index, label in enumerate(labels):
-            heights = {place: bars[label] for place, bars in enumerate(panel.values()) if label in bars}
-            shifted = [place + (index - (len(labels) - 1) / 2) * width for place in heights]
-            tops = [height - 1.0 for height in heights.values()]
-            axis.bar(shifted, tops, width, bottom=1.0, color=f"C{index}")
+        draw_bars(axis, list(panel.values()), labels)
         for place, bars in enumerate(panel.values()):
             if not bars:
                 axis.text(place, 1.05, "no time to\ncompare with", ha="center", va="bottom", fontsize="xx-small")
-        axis.axhline(1.0, color="black", linewidth=0.8)
         factors = [factor for bars in panel.values() for factor in bars.values()]
-        axis.set_yscale("log")
         axis.set_ylim(
             min([0.9, *(0.8 * factor for factor in factors)]), max([2.0, *(1.3 * factor for factor in factors)])
         )

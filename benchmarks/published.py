@@ -18,6 +18,7 @@ from pathlib import Path
 from statistics import geometric_mean
 
 from benchmarks import tables
+from benchmarks.plots import draw_bars
 from benchmarks.results import Row, Table, markdown
 from pyg_dfgnn.nn import DROP_INS
 
@@ -264,20 +265,15 @@ def draw(path: Path) -> None:
     from matplotlib.figure import Figure
 
     factors = {place: by_way for place, by_way in _factors().items() if place in DRAWN}
+    titles = _ways().items()
+    groups = [
+        {title: geometric_mean(by[way].values()) for way, title in titles if way in by} for by in factors.values()
+    ]
     figure = Figure(figsize=(9.5, 3.4), layout="constrained")
     FigureCanvasAgg(figure)
     axis = figure.subplots()
-    ways = _ways()
-    width = 0.8 / len(ways)
-    for index, (way, label) in enumerate(ways.items()):
-        heights = {k: geometric_mean(by[way].values()) for k, by in enumerate(factors.values()) if way in by}
-        places = [place + (index - (len(ways) - 1) / 2) * width for place in heights]
-        bars = axis.bar(
-            places, [height - 1 for height in heights.values()], width, bottom=1.0, color=f"C{index}", label=label
-        )
-        axis.bar_label(bars, [f"{height:.2g}x" for height in heights.values()], fontsize="xx-small", padding=1)
-    axis.axhline(1.0, color="black", linewidth=0.8)
-    axis.set_yscale("log")
+    for bars in draw_bars(axis, groups, [title for _, title in titles]):
+        axis.bar_label(bars, [f"{height + 1:.2g}x" for height in bars.datavalues], fontsize="xx-small", padding=1)
     axis.set_yticks([1, 2, 5, 10, 20], ["1", "2", "5", "10", "20"])
     axis.minorticks_off()
     axis.margins(y=0.12)
