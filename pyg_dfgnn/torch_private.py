@@ -31,7 +31,7 @@ from torch._ops import HigherOrderOperator, OpOverload
 # None: kernels would be asked for the addresses of fake tensors.
 from torch._subclasses.fake_tensor import FakeTensor
 
-# `torch.autograd.forward_ad.make_dual`, which raises an error outside of a level.
+# For the level in `_current_level`: `make_dual`, which raises an error outside of one.
 from torch.autograd import forward_ad
 
 # None: torch.compile would take sizes that are equal once for equal ones.
@@ -89,11 +89,6 @@ cuda_sleep = torch.cuda._sleep
 end_allocations = torch._C._cuda_endAllocateToPool
 # `torch.cuda.current_device`, which takes longer, also in builds for CPUs.
 cuda_device: Callable[[], int] = getattr(torch._C, "_cuda_getDevice", torch.cuda.current_device)
-
-
-def is_forward_mode() -> bool:
-    """Return whether forward-mode differentiation is active."""
-    return forward_ad._current_level >= 0
 
 
 def _cuda_stream(index: int) -> int:

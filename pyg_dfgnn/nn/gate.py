@@ -27,7 +27,7 @@ from pyg_dfgnn.ops.eager import PLAIN, is_eager
 from pyg_dfgnn.ops.graph import may_run_again, unmeasured_graph
 from pyg_dfgnn.ops.visits import is_compiled_few, may_be_few, run_left
 from pyg_dfgnn.settings import current, local_settings
-from pyg_dfgnn.torch_private import FakeTensor, are_transforms_active, has_any_global_hook, is_forward_mode, is_tracing
+from pyg_dfgnn.torch_private import FakeTensor, are_transforms_active, forward_ad, has_any_global_hook, is_tracing
 
 METHODS = ("message", "aggregate", "update", "edge_update", "message_and_aggregate")
 HOOKS = tuple(
@@ -273,7 +273,7 @@ def transform_reasons() -> list[str]:
         reasons.append("TorchScript")
     if are_transforms_active():
         reasons.append("a torch.func transform is active")
-    if is_forward_mode():
+    if forward_ad._current_level >= 0:
         reasons.append("forward-mode differentiation is active")
     return reasons
 

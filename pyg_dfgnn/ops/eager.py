@@ -15,10 +15,10 @@ from pyg_dfgnn.torch_private import (
     add_batch_dim,
     are_transforms_active,
     dispatch_depth,
+    forward_ad,
     function_depth,
     function_modes,
     is_any_autocast_enabled,
-    is_forward_mode,
     is_legacy_batched,
     is_wrapped,
     remove_batch_dim,
@@ -35,7 +35,7 @@ def is_eager() -> bool:
         not torch.compiler.is_compiling()
         and dispatch_depth() == 0
         and not are_transforms_active()
-        and not is_forward_mode()
+        and forward_ad._current_level < 0
     )
 
 

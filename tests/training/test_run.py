@@ -192,7 +192,7 @@ def test_files_of_a_run(run, caplog):
         str(folder / "metrics.json"),
         str(folder / "metrics.csv"),
         str(folder / "curves.png"),
-        "hidden_channels: 32",
+        "hidden_channels=32",
         "epoch 4/4",
     ):
         assert part in caplog.text
