@@ -175,7 +175,7 @@ def partition(edge_index: Tensor, num_nodes: int, group: Group) -> PartitionedGr
 
     Raises:
         TypeError: `edge_index` is no integer tensor, or `group` no :class:`Group`.
-        ValueError: Its shape is not [2, E], an id is out of range, or processes have graphs of other sizes.
+        ValueError: Its shape is not [2, E], an id is out of range, or processes have other graphs.
     """
     check_edge_index(edge_index)
     if not isinstance(group, Group):
@@ -185,9 +185,14 @@ def partition(edge_index: Tensor, num_nodes: int, group: Group) -> PartitionedGr
     if edge_index.numel() and not (0 <= int(edge_index.min()) and int(edge_index.max()) < num_nodes):
         span = f"{int(edge_index.min())} to {int(edge_index.max())}"
         raise ValueError(f"'edge_index' needs ids in [0, num_nodes={num_nodes}) (got {span})")
-    for name, count in (("num_nodes", num_nodes), ("edge_index", edge_index.size(1))):
+    total = int(edge_index.sum())
+    for name, what, count in (
+        ("num_nodes", "sizes", num_nodes),
+        ("edge_index", "sizes", edge_index.size(1)),
+        ("edge_index", "sums of ids", total),
+    ):
         if len(set(counts := group.counts(count))) > 1:
-            raise ValueError(f"'{name}' needs the whole graph, equal on every process (got sizes {counts})")
+            raise ValueError(f"'{name}' needs the whole graph, equal on every process (got {what} {counts})")
     bounds = edge_cuts(edge_index[1], num_nodes, group.size)
     first, last = bounds[group.rank], bounds[group.rank + 1]
     edge_ids = ((edge_index[1] >= first) & (edge_index[1] < last)).nonzero().view(-1)

@@ -380,16 +380,18 @@ def refuse_whole_graphs():
     assert kept.any()
 
 
-def refuse_other_sizes():
+def refuse_other_graphs():
     group = Group.of_environment("cpu")
     with pytest.raises(ValueError, match=r"'edge_index' needs the whole graph, .* \(got sizes \[300, 200\]\)"):
         partition(torch.zeros(2, 300 - 100 * group.rank, dtype=torch.long), N, group)
     with pytest.raises(ValueError, match=r"'num_nodes' needs the whole graph, .* \(got sizes \[40, 41\]\)"):
         partition(torch.zeros(2, 3, dtype=torch.long), N + group.rank, group)
+    with pytest.raises(ValueError, match=r"'edge_index' needs the whole graph, .* \(got sums of ids \[0, 6\]\)"):
+        partition(torch.full((2, 3), group.rank), N, group)
 
 
-def test_graphs_of_other_sizes_are_named(launch):
-    launch(2, refuse_other_sizes)
+def test_other_graphs_on_other_processes_are_named(launch):
+    launch(2, refuse_other_graphs)
 
 
 def test_modules_that_read_the_whole_graph_are_refused(launch):
