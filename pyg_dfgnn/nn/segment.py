@@ -53,7 +53,7 @@ def reasons_against(
     """
     # torch.compile and torch.func have to see operators of torch.
     if not is_eager() or is_tracing():
-        return ["torch traces or transforms the call"]
+        return ["torch traces or transforms the call" if x.device.type in fused_device_types else NO_DEVICE]
     name, groups = ("index", index) if index is not None else ("ptr", ptr)
     for argument, tensor in (("x", x), (name, groups)):
         if not is_plain(tensor):

@@ -412,6 +412,15 @@ def test_transforms_are_left_to_torch(name, monkeypatch):
     assert (f"{name}Aggregation", "torch traces or transforms the call") in reported
 
 
+def test_a_compiled_call_on_a_cpu_is_told_as_any_other(monkeypatch):
+    reported = set()
+    monkeypatch.setattr(fallback, "logged", reported)
+    torch._dynamo.reset()
+    compiled = torch.compile(ours.SumAggregation(), backend="eager", fullgraph=True)
+    compiled(torch.randn(4, 3), torch.tensor([1, 1, 0, 3]), dim_size=4)
+    assert reported == {("", fallback.ON_CPU)}
+
+
 @pytest.mark.parametrize("name", [*STATISTICS, "Softmax"])
 def test_second_derivatives(name):
     drawn, index = torch.randn(9, 3), torch.tensor([1, 1, 0, 3, 0, 0, 4, 4, 1])
