@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import re
+from argparse import ArgumentParser
 from collections.abc import Iterator, Sequence
 from difflib import get_close_matches
+from pathlib import Path
 from typing import Any
 
 from hydra import compose, initialize_config_dir
@@ -28,7 +30,7 @@ def hint(problem: str, words: Sequence[str]) -> str:
     """
     key, choice = _KEY.search(problem), _CHOICE.search(problem)
     if choice is not None:
-        names = sorted(path.stem for path in (configs_dir() / choice[1]).glob("*.yaml"))
+        names = sorted({path.stem for folder in _folders(words) for path in (folder / choice[1]).glob("*.yaml")})
         close = [f"{choice[1]}={name}" for name in get_close_matches(choice[2], names)]
     elif key is not None:
         close = _close(key[1], words)
@@ -51,18 +53,31 @@ def _close(key: str, words: Sequence[str]) -> list[str]:
     return list(dict.fromkeys([*get_close_matches(key, keys, cutoff=0.8), *like]))[:3]
 
 
+def _folders(words: Sequence[str]) -> list[Path]:
+    """Return the folders of configs: that of the package, and that of the user, if words name one."""
+    parser = ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument("--config-dir", "-cd", type=Path)
+    own = parser.parse_known_args(words)[0].config_dir
+    return [configs_dir()] if own is None else [configs_dir(), own.absolute()]
+
+
 def _options(words: Sequence[str]) -> list[str]:
     """Return the dotted names of all options under the groups that words choose."""
-    groups = {path.name for path in configs_dir().iterdir() if path.is_dir()}
+    package, *own = _folders(words)
+    groups = {path.name for path in package.iterdir() if path.is_dir()}
     # Of a sweep the first choice.
     chosen = [word.partition(",")[0] for word in words if word.partition("=")[0].lstrip("+") in groups]
     GlobalHydra.instance().clear()
     try:
-        with initialize_config_dir(str(configs_dir()), version_base="1.3"):
-            config = OmegaConf.to_container(compose("train", chosen))
+        with initialize_config_dir(str(package), version_base="1.3"):
+            config = OmegaConf.to_container(compose("train", [*chosen, *map(_search, own)]))
     except (HydraException, OmegaConfBaseException):
         return sorted(groups)
     return sorted(groups | set(_flat(config)))
+
+
+def _search(folder: Path) -> str:
+    return f"hydra.searchpath=['file://{folder}']"
 
 
 def _flat(config: Any, before: str = "") -> Iterator[str]:

@@ -143,6 +143,17 @@ def test_a_misspelt_option_is_told_its_name(tmp_path, words, said):
     assert done.returncode == 1 and said in done.stderr and len(done.stderr.splitlines()) == 1, done.stderr
 
 
+@pytest.mark.parametrize(
+    ("word", "said"),
+    [("model=mine_nett", "did you mean model=mine_net?"), ("model.widht=3", "did you mean model.width?")],
+)
+def test_a_misspelt_option_of_own_configs_is_told_its_name(tmp_path, word, said):
+    (tmp_path / "own configs" / "model").mkdir(parents=True)
+    (tmp_path / "own configs" / "model" / "mine_net.yaml").write_text("_target_: mine.Net\nwidth: 16\n")
+    done = start("train.py", ["--config-dir", "own configs", "model=mine_net", word], tmp_path)
+    assert done.returncode == 1 and said in done.stderr and len(done.stderr.splitlines()) == 1, done.stderr
+
+
 def test_the_traceback_is_there_for_who_wants_it(tmp_path, monkeypatch):
     monkeypatch.setenv("HYDRA_FULL_ERROR", "1")
     done = start("train.py", ["model.heads=5"], tmp_path)
