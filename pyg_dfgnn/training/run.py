@@ -218,7 +218,8 @@ def _words(group: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
         if isinstance(value, dict):
             yield from _words(value, f"{prefix}{name}.")
         elif name == "_target_":
-            yield prefix + str(value).rpartition(".")[2]
+            kind = str(value).rpartition(".")[2]
+            yield f"{prefix[:-1]}={kind}" if prefix else kind
         elif value is not None:
             yield f"{prefix}{name}={value}"
 
