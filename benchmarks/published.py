@@ -297,6 +297,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if not options.check:
         draw(FIGURE)
         print(FIGURE.relative_to(ROOT))
+    elif not stale:
+        print("README.md and docs/ have the numbers of the results")
     return int(options.check and bool(stale))
 
 
