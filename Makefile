@@ -22,7 +22,7 @@ endif
 .PHONY: help train test test-full test-gpu test-sparse test-versions lint types check docs bench clean
 
 help:  ## list the targets
-	@sed -n 's/^\([a-z-]*\):[^#]*## /\1: /p' $(MAKEFILE_LIST) | awk -F': ' '{ printf "%-12s %s\n", $$1, $$2 }'
+	@sed -n 's/^\([a-z-]*\):[^#]*## /\1: /p' $(MAKEFILE_LIST) | awk -F': ' '{ printf "%-13s %s\n", $$1, $$2 }'
 
 train: $(RUN_ENV)  ## run train.py with ARGS
 	$(PYTHON) train.py $(ARGS)
