@@ -79,6 +79,8 @@ def main() -> None:
         print(f"process {dist.get_rank()} of {dist.get_world_size()}, epoch {epoch}: loss {total:.6f}", flush=True)
     if dist.get_rank() == 0:
         print(pyg_dfgnn.report(model))
+    # A wrapper that outlives the group may wait forever for threads of the group.
+    del parallel
     dist.destroy_process_group()
 
 
