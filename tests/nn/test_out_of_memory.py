@@ -73,7 +73,8 @@ def test_each_allocation_may_fail(family, monkeypatch):
                 break
             left = -1
             assert all(map(torch.equal, step(), want))
-            assert number_of_tensors() == before
+        # Once, because it looks at all objects of the process.
+        assert number_of_tensors() == before
     assert set(allocations) == {"forward", "backward"}
 
 
