@@ -107,5 +107,8 @@ def test_gpu_out_of_memory(family):
             for mine, first in zip(got, want, strict=True):
                 torch.testing.assert_close(mine, first)
             gc.collect()
-            assert torch.cuda.memory_allocated() <= before
+            # Memory may be given back, none may stay taken.
+            now = torch.cuda.memory_allocated()
+            assert now <= before
+            before = now
     assert set(phases) == {"forward", "backward"}, phases
