@@ -4,6 +4,7 @@ Processes communicate by collectives of torch.distributed: NCCL between GPUs, gl
 """
 
 from pyg_dfgnn.distributed.group import Group
+from pyg_dfgnn.distributed.hetero import PartitionedHeteroGraph, partition_hetero
 from pyg_dfgnn.distributed.model import wrap
 from pyg_dfgnn.distributed.partition import PartitionedGraph, own_part, partition
 from pyg_dfgnn.distributed.sampler import SharedBatches, edges_of, empty_graph, own_share, shared_loader
@@ -11,12 +12,14 @@ from pyg_dfgnn.distributed.sampler import SharedBatches, edges_of, empty_graph, 
 __all__ = [
     "Group",
     "PartitionedGraph",
+    "PartitionedHeteroGraph",
     "SharedBatches",
     "edges_of",
     "empty_graph",
     "own_part",
     "own_share",
     "partition",
+    "partition_hetero",
     "shared_loader",
     "wrap",
 ]

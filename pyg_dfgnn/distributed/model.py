@@ -14,6 +14,7 @@ from torch_geometric.nn import MessagePassing, aggr
 from torch_geometric.nn import conv as upstream
 
 from pyg_dfgnn.distributed.group import Group
+from pyg_dfgnn.distributed.hetero import exchange_all
 from pyg_dfgnn.distributed.norm import SyncBatchNorm
 from pyg_dfgnn.distributed.partition import PartitionedGraph
 from pyg_dfgnn.graph.ends import PartitionedEdges
@@ -27,6 +28,8 @@ PAIR = (
 """Convs that read of a source its features alone, and take a pair of node sets: the halo comes with the sources."""
 SINGLE = (upstream.AGNNConv,)
 """Convs that read of a source its features alone, of one set of nodes, whose rows of the halo are dropped again."""
+JOINT = (upstream.HGTConv,)
+"""Convs of all relations of a graph, which read of a source its features alone; rows of the halo are dropped again."""
 _WHOLE: tuple[type, ...] = (
     *(pyg.GraphNorm, pyg.InstanceNorm, pyg.PairNorm, pyg.MeanSubtractionNorm, pyg.DiffGroupNorm, pyg.GraphSizeNorm),
     *(pyg.HeteroBatchNorm, pyg.GPSConv, pyg.TopKPooling, pyg.SAGPooling, pyg.ASAPooling, pyg.DeepGraphInfomax),
@@ -71,7 +74,7 @@ def wrap(model: nn.Module, group: Group, stream: torch.cuda.Stream | None = None
         model.register_forward_pre_hook(_opened, with_kwargs=True)
     whole = [module for module in model.modules() if _reads_whole_graph(module)]
     for module in model.modules():
-        if isinstance(module, MessagePassing) and not hasattr(module, "halo"):
+        if isinstance(module, (MessagePassing, pyg.HeteroConv)) and not hasattr(module, "halo"):
             halo = module.halo = _Halo(module, type(whole[0]).__name__ if whole else "")
             module.register_forward_pre_hook(halo.fetch, with_kwargs=True)
             module.register_forward_hook(halo.drop)
@@ -99,8 +102,8 @@ def wrap(model: nn.Module, group: Group, stream: torch.cuda.Stream | None = None
 
 
 def _opened(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Give the code of a model the edges of a partitioned graph as a tensor."""
-    values = (*args, *kwargs.values())
+    """Give the code of a model the edges of a partitioned graph as tensors."""
+    values = _edges_among((*args, *kwargs.values()))
     if not any(isinstance(each, PartitionedGraph) for each in values):
         return None
     if _group_size(values) > 1 and (torch.compiler.is_compiling() or isinstance(model, OptimizedModule)):
@@ -108,9 +111,26 @@ def _opened(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
         return None
 
     def edges(value: Any) -> Any:
+        if _is_parts(value):
+            return {edge_type: edges(each) for edge_type, each in value.items()}
         return value.edges if isinstance(value, PartitionedGraph) else value
 
     return tuple(map(edges, args)), {name: edges(value) for name, value in kwargs.items()}
+
+
+def _is_parts(value: Any) -> bool:
+    """Return whether a value holds partitioned edges by edge type."""
+    return isinstance(value, dict) and any(
+        isinstance(each, (PartitionedGraph, PartitionedEdges)) for each in value.values()
+    )
+
+
+def _edges_among(values: Iterable[Any]) -> list[Any]:
+    """Return the partitioned edges among some arguments, and in dicts among them."""
+    found: list[Any] = []
+    for value in values:
+        found += value.values() if _is_parts(value) else [value]
+    return [each for each in found if isinstance(each, (PartitionedGraph, PartitionedEdges))]
 
 
 def _part_of(value: Any) -> PartitionedGraph | None:
@@ -122,41 +142,62 @@ def _part_of(value: Any) -> PartitionedGraph | None:
 
 def _group_size(values: Iterable[Any]) -> int:
     """Return the number of processes that have the graph among some arguments."""
-    graphs = [each.part if isinstance(each, PartitionedEdges) else each for each in values]
+    graphs = [each.part if isinstance(each, PartitionedEdges) else each for each in _edges_among(values)]
     return next((each.group.size for each in graphs if isinstance(each, PartitionedGraph)), 1)
+
+
+def _is_known(conv: nn.Module, kinds: tuple[type, ...]) -> bool:
+    """Return whether a conv is one of these layers; a class of a user's own may read more of a source."""
+    is_own = type(conv).__module__.split(".")[0] in ("torch_geometric", "pyg_dfgnn")
+    return is_own and isinstance(conv, kinds) and getattr(conv, "flow", "source_to_target") == "source_to_target"
 
 
 class _Halo:
     """Hooks of a conv that is called with a partitioned graph."""
 
-    def __init__(self, conv: MessagePassing, whole: str) -> None:
-        kind = type(conv)
+    def __init__(self, conv: nn.Module, whole: str) -> None:
         self.whole = whole
-        self.signature = inspect.signature(kind.forward)
-        # A class of a user's own may read more of a source than its features.
-        is_known = kind.__module__.split(".")[0] in ("torch_geometric", "pyg_dfgnn") and conv.flow == "source_to_target"
-        self.is_pair, self.is_single = (is_known and isinstance(conv, kinds) for kinds in (PAIR, SINGLE))
-        self.targets: int | None = None
+        self.signature = inspect.signature(type(conv).forward)
+        self.is_pair, self.is_single = _is_known(conv, PAIR), _is_known(conv, SINGLE)
+        # Convs of its own whose inner ones read other things are called one by one.
+        inner = [each for each in conv.modules() if each is not conv and isinstance(each, MessagePassing)]
+        reads_features = isinstance(conv, pyg.HeteroConv) and all(_is_known(each, PAIR + SINGLE) for each in inner)
+        self.is_joint = _is_known(conv, JOINT) or reads_features
+        self.targets: int | dict[str, int] | None = None
 
     def fetch(self, conv: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if not any(isinstance(each, (PartitionedGraph, PartitionedEdges)) for each in (*args, *kwargs.values())):
+        values = (*args, *kwargs.values())
+        if not _edges_among(values):
             return None
-        call = self.signature.bind(conv, *args, **kwargs)
-        if self.whole and _group_size((*args, *kwargs.values())) > 1:
+        if self.whole and _group_size(values) > 1:
             raise TypeError(f"'model' needs modules that read no whole graph on a part of one (got {self.whole})")
+        if self.is_joint and len(args) == 2 and not kwargs and _is_parts(args[1]):
+            x_dict = args[0]
+            parts = {edge_type: _part_of(each) for edge_type, each in args[1].items()}
+            if all(isinstance(x, Tensor) for x in x_dict.values()) and None not in parts.values():
+                self.targets = {name: x.size(0) for name, x in x_dict.items()}
+                edges = {edge_type: part.edge_index for edge_type, part in parts.items() if part is not None}
+                return (exchange_all(parts, x_dict), edges), {}
+        if isinstance(conv, pyg.HeteroConv):
+            return _opened(conv, args, kwargs)
+        call = self.signature.bind(conv, *args, **kwargs)
         graph, x = _part_of(call.arguments.get("edge_index")), call.arguments.get("x")
-        if graph is None or not isinstance(x, Tensor) or not (self.is_pair or self.is_single):
-            if torch.compiler.is_compiling() and _group_size((*args, *kwargs.values())) > 1:
+        is_pair = self.is_pair and isinstance(x, tuple) and all(isinstance(each, Tensor) for each in x)
+        if graph is None or not (is_pair or isinstance(x, Tensor)) or not (self.is_pair or self.is_single):
+            if torch.compiler.is_compiling() and _group_size(values) > 1:
                 raise TypeError(f"'model' needs layers that torch.compile takes a part for (got {type(conv).__name__})")
             return _opened(conv, args, kwargs)
-        sources = graph.exchange(x)
+        first, second = x if isinstance(x, tuple) else (x, x)
+        sources = graph.exchange(first)  # type: ignore[arg-type]
         if self.is_single:
             # The halo is a target without in-edges.
             self.targets = graph.num_nodes
-        call.arguments["x"] = (sources, x) if self.is_pair else sources
+        call.arguments["x"] = (sources, second) if self.is_pair else sources
         call.arguments["edge_index"] = graph.edge_index
         return call.args[1:], call.kwargs
 
     def drop(self, conv: nn.Module, args: tuple[Any, ...], out: Any) -> Any:
         targets, self.targets = self.targets, None
+        if isinstance(targets, dict):
+            return {name: rows if rows is None else rows[: targets[name]] for name, rows in out.items()}
         return out if targets is None else out[:targets]

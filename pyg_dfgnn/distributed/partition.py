@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -25,13 +26,16 @@ class PartitionedGraph:
     :meth:`exchange` fetches the halo's features. It moves the input of the layer, F values per halo node, and each
     process projects its halo itself; projected keys and values would be 2HC values for dot-product attention.
 
+    Of a relation between two node types, sources and targets are ranges of two types.
+
     Attributes:
         group: Processes of the graph.
-        bounds: Process r owns the nodes `bounds[r]` to `bounds[r + 1]` (excluded).
+        bounds: Process r owns the nodes `bounds[r]` to `bounds[r + 1]` (excluded), which are targets.
+        source_bounds: The same of the sources.
         edge_index: Own in-edges [2, E_own] on `group.device`, row 0 sources (own, then halo), row 1 own targets.
         edge_ids: Positions of the own edges in the edges of the whole graph, int64 [E_own].
         num_halo: Number of remote sources.
-        send_index: Own nodes that other processes need, int64, by receiving process.
+        send_index: Own sources that other processes need, int64, by receiving process.
         send_counts: Number of rows sent to each process.
         receive_counts: Number of rows received from each process.
         kept: What is computed once for the part, by name.
@@ -39,6 +43,7 @@ class PartitionedGraph:
 
     group: Group
     bounds: list[int]
+    source_bounds: list[int]
     edge_index: Tensor
     edge_ids: Tensor
     num_halo: int
@@ -58,9 +63,14 @@ class PartitionedGraph:
         return self.nodes.stop - self.nodes.start
 
     @property
+    def num_own_sources(self) -> int:
+        """Number of own sources."""
+        return self.source_bounds[self.group.rank + 1] - self.source_bounds[self.group.rank]
+
+    @property
     def num_sources(self) -> int:
-        """Number of own nodes and halo nodes."""
-        return self.num_nodes + self.num_halo
+        """Number of own sources and halo nodes."""
+        return self.num_own_sources + self.num_halo
 
     def __repr__(self) -> str:
         place = f"process {self.group.rank} of {self.group.size}"
@@ -81,15 +91,16 @@ class PartitionedGraph:
         Every process of the group must make the call.
 
         Args:
-            x: Features of the own nodes `[num_nodes, ...]`.
+            x: Features of the own sources `[num_own_sources, ...]`; of a graph of one node type, of the own nodes.
 
         Returns:
-            Features of own nodes and halo, `[num_sources, ...]`.
+            Features of own sources and halo, `[num_sources, ...]`.
 
         Raises:
-            ValueError: `x` does not have one row per own node.
+            ValueError: `x` does not have one row per own source.
         """
-        check_shape("x", x, (self.num_nodes, *x.shape[1:]), f"[num_nodes={self.num_nodes}, ...]")
+        name = "num_nodes" if self.source_bounds == self.bounds else "num_own_sources"
+        check_shape("x", x, (self.num_own_sources, *x.shape[1:]), f"[{name}={self.num_own_sources}, ...]")
         return x if self.group.size == 1 else _Exchange.apply(self, x)
 
     def collect(self, rows: Tensor, reduce: str = "sum") -> Tensor:
@@ -98,11 +109,11 @@ class PartitionedGraph:
         Every process of the group must make the call.
 
         Args:
-            rows: Rows of own nodes and halo, `[num_sources, ...]`.
+            rows: Rows of own sources and halo, `[num_sources, ...]`.
             reduce: What is made of the rows of a node: "sum", or "amax" and "amin", which have no gradient.
 
         Returns:
-            Rows of the own nodes, `[num_nodes, ...]`.
+            Rows of the own sources, `[num_own_sources, ...]`.
 
         Raises:
             ValueError: There are other numbers of rows.
@@ -129,9 +140,10 @@ class _Exchange(torch.autograd.Function):
     def forward(ctx: Any, graph: PartitionedGraph, x: Tensor) -> Tensor:
         ctx.graph = graph
         sources = x.new_empty((graph.num_sources, *x.shape[1:]))
-        sources[: graph.num_nodes] = x
+        own = graph.num_own_sources
+        sources[:own] = x
         rows = x.index_select(0, graph.send_index)
-        dist.all_to_all_single(sources[graph.num_nodes :], rows, graph.receive_counts, graph.send_counts)
+        dist.all_to_all_single(sources[own:], rows, graph.receive_counts, graph.send_counts)
         return sources
 
     @staticmethod
@@ -146,15 +158,16 @@ class _Collect(torch.autograd.Function):
     def forward(ctx: Any, graph: PartitionedGraph, rows: Tensor, reduce: str = "sum") -> Tensor:
         ctx.graph = graph
         parts = rows.new_empty((graph.send_index.numel(), *rows.shape[1:]))
-        dist.all_to_all_single(parts, rows[graph.num_nodes :].contiguous(), graph.send_counts, graph.receive_counts)
-        own = rows[: graph.num_nodes].clone()
+        own = graph.num_own_sources
+        dist.all_to_all_single(parts, rows[own:].contiguous(), graph.send_counts, graph.receive_counts)
+        kept = rows[:own].clone()
         # No node repeats within the rows of a process, so that sums have one order and equal bits in each run.
         for index, part in zip(graph.send_index.split(graph.send_counts), parts.split(graph.send_counts)):
             if reduce == "sum":
-                own.index_add_(0, index, part)
+                kept.index_add_(0, index, part)
             else:
-                own.index_reduce_(0, index, part, reduce)
-        return own
+                kept.index_reduce_(0, index, part, reduce)
+        return kept
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[None, Any, None]:
@@ -182,28 +195,70 @@ def partition(edge_index: Tensor, num_nodes: int, group: Group) -> PartitionedGr
         raise TypeError(f"'group' needs a Group, such as Group.of_environment() (got {type(group).__name__})")
     num_nodes = as_integer("num_nodes", num_nodes)
     check_range("num_nodes", num_nodes, 1)
-    if edge_index.numel() and not (0 <= int(edge_index.min()) and int(edge_index.max()) < num_nodes):
-        span = f"{int(edge_index.min())} to {int(edge_index.max())}"
-        raise ValueError(f"'edge_index' needs ids in [0, num_nodes={num_nodes}) (got {span})")
-    total = int(edge_index.sum())
-    for name, what, count in (
-        ("num_nodes", "sizes", num_nodes),
-        ("edge_index", "sizes", edge_index.size(1)),
-        ("edge_index", "sums of ids", total),
-    ):
-        if len(set(counts := group.counts(count))) > 1:
-            raise ValueError(f"'{name}' needs the whole graph, equal on every process (got {what} {counts})")
+    check_alike(group, {"num_nodes": num_nodes})
+    check_ends("edge_index", edge_index, (num_nodes, num_nodes), group)
     bounds = edge_cuts(edge_index[1], num_nodes, group.size)
-    first, last = bounds[group.rank], bounds[group.rank + 1]
+    ends, edge_ids = own_edges(edge_index, bounds[group.rank : group.rank + 2])
+    return parts_of([ends], [edge_ids], bounds, [bounds], group)[0]
+
+
+def check_alike(group: Group, sizes: Mapping[str, int], what: str = "sizes") -> None:
+    """Check that numbers are equal on every process.
+
+    Raises:
+        ValueError: Other processes have other numbers.
+    """
+    for name, size in sizes.items():
+        if len(set(counts := group.counts(size))) > 1:
+            raise ValueError(f"'{name}' needs the whole graph, equal on every process (got {what} {counts})")
+
+
+def check_ends(name: str, edge_index: Tensor, num_nodes: tuple[int, int], group: Group) -> None:
+    """Check that edges are between so many sources and targets, and equal on every process.
+
+    Raises:
+        ValueError: An id is out of range, or processes have other edges.
+    """
+    rows = edge_index if num_nodes[0] != num_nodes[1] else edge_index.reshape(1, -1)
+    for ids, count in zip(rows, num_nodes):
+        if ids.numel() and not (0 <= int(ids.min()) and int(ids.max()) < count):
+            raise ValueError(f"'{name}' needs ids in [0, num_nodes={count}) (got {int(ids.min())} to {int(ids.max())})")
+    check_alike(group, {name: edge_index.size(1)})
+    check_alike(group, {name: int(edge_index.sum())}, "sums of ids")
+
+
+def own_edges(edge_index: Tensor, bounds: Sequence[int]) -> tuple[Tensor, Tensor]:
+    """Return the edges into a range of targets, int64 [2, E_own], and their positions."""
+    first, last = bounds
     edge_ids = ((edge_index[1] >= first) & (edge_index[1] < last)).nonzero().view(-1)
-    source, target = edge_index.index_select(1, edge_ids).long()
+    return edge_index.index_select(1, edge_ids).long(), edge_ids
+
+
+def parts_of(
+    ends: Sequence[Tensor],
+    edge_ids: Sequence[Tensor],
+    source_bounds: list[int],
+    bounds: Sequence[list[int]],
+    group: Group,
+) -> list[PartitionedGraph]:
+    """Return the parts of relations whose sources have one type, with one halo for all of them.
+
+    Args:
+        ends: Own in-edges of each relation, by ids of the whole graph.
+        edge_ids: Their positions.
+        source_bounds: Ranges of the sources.
+        bounds: Ranges of the targets of each relation.
+        group: Processes, all of which must make the call.
+    """
+    first, last = source_bounds[group.rank : group.rank + 2]
+    source = torch.cat([each[0] for each in ends])
     remote = (source < first) | (source >= last)
     halo, place = source[remote].unique(return_inverse=True)
     source -= first
     source[remote] = place + (last - first)
 
     # Halo and ranges ascend, so that the part of the halo that one process owns is contiguous.
-    cuts = torch.searchsorted(halo, torch.tensor(bounds, device=halo.device))
+    cuts = torch.searchsorted(halo, torch.tensor(source_bounds, device=halo.device))
     received = cuts.diff().to(group.device)
     sent, wanted = received.clone(), halo.to(group.device)
     if group.size > 1:
@@ -212,16 +267,21 @@ def partition(edge_index: Tensor, num_nodes: int, group: Group) -> PartitionedGr
     send_index = wanted.new_empty(sum(send_counts))
     if group.size > 1:
         dist.all_to_all_single(send_index, wanted, send_counts, receive_counts)
-    return PartitionedGraph(
-        group,
-        bounds,
-        torch.stack([source, target - first]).to(group.device),
-        edge_ids,
-        halo.numel(),
-        send_index - first,
-        send_counts,
-        receive_counts,
-    )
+    sources = source.split([each.size(1) for each in ends])
+    return [
+        PartitionedGraph(
+            group,
+            own,
+            source_bounds,
+            torch.stack([ids, each[1] - own[group.rank]]).to(group.device),
+            positions,
+            halo.numel(),
+            send_index - first,
+            send_counts,
+            receive_counts,
+        )
+        for ids, each, positions, own in zip(sources, ends, edge_ids, bounds, strict=True)
+    ]
 
 
 def own_part(graph: Data, group: Group) -> Data:

@@ -30,17 +30,21 @@ class Part(Protocol):
 
     @property
     def num_nodes(self) -> int:
-        """Number of own nodes."""
+        """Number of own nodes, which are targets."""
+
+    @property
+    def num_own_sources(self) -> int:
+        """Number of own sources: of the own nodes, or of those of another type."""
 
     @property
     def num_sources(self) -> int:
-        """Number of own nodes and halo nodes."""
+        """Number of own sources and halo nodes."""
 
     def exchange(self, x: Tensor) -> Tensor:
-        """Return rows of own nodes and halo, of rows of own nodes."""
+        """Return rows of own sources and halo, of rows of own sources."""
 
     def collect(self, rows: Tensor, reduce: str = "sum") -> Tensor:
-        """Return rows of own nodes, of rows of own nodes and halo: those of all processes reduced."""
+        """Return rows of own sources, of rows of own sources and halo: those of all processes reduced."""
 
 
 class PartitionedEdges(Tensor):
@@ -235,7 +239,7 @@ def _set(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     if isinstance(into, PartitionedEdges) or isinstance(value, PartitionedEdges):
         _refuse(func)
     for each in parts:
-        if isinstance(each, PartitionedEdges) and each.ids.numel() and int(each.ids.max()) >= each.part.num_nodes:
+        if isinstance(each, PartitionedEdges) and each.ids.numel() and int(each.ids.max()) >= each.part.num_own_sources:
             _refuse(func)
     return func(*_plain(args))
 
@@ -244,7 +248,8 @@ def _largest(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, 
     """The largest id, from which layers tell the number of nodes."""
     if len(args) > 1 or kwargs:
         _refuse(func)
-    return args[0].ids.new_tensor(args[0].part.num_nodes - 1)
+    edges, own = args[0], args[0].part.num_own_sources
+    return edges.ids.new_tensor((own if edges.row is None else max(own, edges.part.num_nodes)) - 1)
 
 
 # Nodes by ids ---------------------------------------------------------------------------------------------------------
@@ -302,7 +307,7 @@ def _reduced(names: Sequence[str], is_scatter: bool, in_place: bool) -> Callable
         is_untold = shape[dim] == 0 and not index.ids.numel()
         if is_untold:
             # Of no edges layers tell no number of nodes, while other processes do.
-            shape[dim] = part.num_nodes
+            shape[dim] = part.num_own_sources
             into = into.new_zeros(shape)
         shape[dim] = part.num_sources
         apply = Tensor.scatter_add if is_scatter else Tensor.index_add
