@@ -1,7 +1,7 @@
 """Check and time training on several GPUs: `torchrun --nproc_per_node=2 -m benchmarks.multi_gpu`.
 
-The command compares all processes with process 0 alone in three ways: the time of a training step on the same batch,
-forward and backward over a graph with partitioned nodes, and the losses of runs of `train.py` at the same global batch.
+The command compares all processes with process 0 alone: three layers over a graph with partitioned nodes, a graph that
+one GPU cannot hold, steps on batches of their own, steps on one shared batch, and the losses of runs of `train.py`.
 """
 
 from __future__ import annotations
@@ -19,20 +19,44 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
-import torch_geometric.nn as pyg
 from torch import Tensor, nn
 from torch_geometric.data import Batch, Data
 
 import pyg_dfgnn
 import pyg_dfgnn.nn as convs
 from benchmarks.generators import chung_lu
+from benchmarks.graphs import benchmark_graph, recipe_of
+from benchmarks.loops.cases import LOOPS, LoopCase
+from benchmarks.multi_gpu_models import (
+    CAPTURED,
+    CLASSES,
+    FIRST,
+    LARGE,
+    LAYERS,
+    RELATIONS,
+    TYPES,
+    WIDTH,
+    HeteroStack,
+    Stack,
+)
+from benchmarks.results import MEASURED_ROOMS, source_digest
 from benchmarks.timing import Timer
 from benchmarks.training_config import training_config
 from pyg_dfgnn import models
 from pyg_dfgnn.capture import CapturedStep, Recorder, Step
 from pyg_dfgnn.datasets import pattern
-from pyg_dfgnn.distributed import Group, PartitionedGraph, edges_of, own_share, partition, wrap
+from pyg_dfgnn.distributed import (
+    Group,
+    PartitionedGraph,
+    PartitionedHeteroGraph,
+    edges_of,
+    own_share,
+    partition,
+    partition_hetero,
+    wrap,
+)
 from pyg_dfgnn.training.report import write_rows
 from pyg_dfgnn.training.run import train
 from pyg_dfgnn.training.step import make_step
@@ -94,59 +118,232 @@ def _losses(overrides: list[str], group: Group) -> list[list[float]]:
             return [[float(row["train_loss"]), float(row["val_loss"])] for row in csv.DictReader(stream)]
 
 
+@dataclass(frozen=True)
+class Inputs:
+    """What a model takes of a graph, or of a part of one.
+
+    Attributes:
+        x: Features, by node type where there are several.
+        edges: Edges, or a part.
+        y: Labels of the nodes, of the first type where there are several.
+        more: Further arguments.
+    """
+
+    x: Tensor | dict[str, Tensor]
+    edges: Any
+    y: Tensor
+    more: tuple[Tensor, ...] = ()
+
+    def of_part(self, part: PartitionedGraph | PartitionedHeteroGraph) -> Inputs:
+        """What the process of a part takes of it."""
+        if isinstance(part, PartitionedHeteroGraph):
+            assert isinstance(self.x, dict)
+            return Inputs(part.local(self.x), part, part.local({FIRST: self.y})[FIRST])
+        assert isinstance(self.x, Tensor)
+        more = tuple(each[part.edge_ids].to(self.y.device) for each in self.more)
+        return Inputs(part.local(self.x), part, part.local(self.y), more)
+
+
+def _from_main(group: Group, make: Callable[[], Tensor]) -> Tensor:
+    """Return edges [2, E] that process 0 makes; sums of floating-point numbers on GPUs may differ between two."""
+    edges = make() if group.is_main else torch.empty(2, 0, dtype=torch.long, device=group.device)
+    if group.size == 1:
+        return edges
+    count = sum(group.counts(edges.size(1)))
+    edges = edges.contiguous() if group.is_main else edges.new_empty(2, count)
+    dist.broadcast(edges, 0)
+    return edges
+
+
+def _typed(edge_index: Tensor, num_nodes: int) -> tuple[dict[Any, Tensor], dict[str, int]]:
+    """Return the edges of a graph by the types of their ends, its halves, and the sizes of these."""
+    half = num_nodes // 2
+    sizes = {"a": half, "b": num_nodes - half}
+    places = (edge_index >= half).long()
+    edges = {}
+    for source in (0, 1):
+        for target in (0, 1):
+            ids = edge_index[:, (places[0] == source) & (places[1] == target)]
+            shift = torch.tensor([[source * half], [target * half]], device=ids.device)
+            edges[TYPES[source], "to", TYPES[target]] = ids - shift
+    return edges, sizes
+
+
 def same_partitioned(group: Group, small: bool) -> list[Result]:
-    """Forward and backward over a partitioned graph and over the whole one: errors, times and what is exchanged."""
+    """Three layers of each kind, forward and backward, over a partitioned graph and over the whole one."""
     num_nodes, mean, most = (500, 8.0, 50.0) if small else (100_000, 50.0, 5_000.0)
-    edge_index = chung_lu(num_nodes, mean, most, 0, "cpu").edge_index
-    generator = torch.Generator().manual_seed(0)
-    x, y = torch.randn(num_nodes, 64, generator=generator), torch.randint(8, (num_nodes,), generator=generator)
-    part = partition(edge_index, num_nodes, group)
-    makers: dict[str, Callable[[], nn.Module]] = {
-        "GT": lambda: models.TransformerStack(64, 8, convs, layers=3),
-        "GAT": lambda: models.GAT(64, 8, convs, hidden_channels=16, layers=3, dropout=0.0),
-        "AGNN": lambda: models.AGNN(64, 8, convs, hidden_channels=128, layers=3, dropout=0.0),
-        "GCN": lambda: models.GCN(64, 8, convs, hidden_channels=128, layers=3, dropout=0.0),
-        "SAGE": lambda: models.SAGE(64, 8, convs, hidden_channels=128, layers=3, dropout=0.0),
-        # Of a layer without a drop-in, whose own code runs on a part.
-        "GEN": lambda: pyg_dfgnn.accelerate(
-            pyg.Sequential("x, edges", [(_gen(o), "x, edges -> x") for o in (64, 64, 8)])
-        ),
-    }
+    edge_index = _from_main(group, lambda: chung_lu(num_nodes, mean, most, 0, group.device).edge_index)
+    results = _compared("partition", LAYERS, edge_index, num_nodes, group, small)
+    edges, sizes = _typed(edge_index, num_nodes)
+    x, y = _features(num_nodes, WIDTH, group)
+    whole = Inputs(dict(zip(sizes, x.split([*sizes.values()]))), edges, y[: sizes[FIRST]])
+    part = partition_hetero(edges, sizes, group)
+    make = partial(HeteroStack, ([*sizes], [*edges]))
+    return [*results, *_beside_one("partition", "HGT", make, whole, whole.of_part(part), group, small)]
+
+
+def large(group: Group, small: bool) -> list[Result]:
+    """Three layers on graphs like Reddit and ogbn-products."""
     results = []
-    for name, make in makers.items():
-        for mode in modes(group):
-            torch.manual_seed(0)
-            single = make().to(group.device)
-            model = copy.deepcopy(single)
-            recorder = Recorder(group.device) if mode else None
-            wrapped = wrap(model, group, recorder.stream if recorder else None)
-            shared = _Pass(wrapped, part, part.local(x), part.local(y), group, recorder)
-            shared_ms = group_time_ms(shared, group, small)
-            rows = shared(), shared.x_grad() / group.size
-            computed = [*map(group.gather, rows), _flat_grad(model)]
-            group.barrier()
-            if group.is_main:
-                whole = edge_index.to(group.device)
-                recorder = Recorder(group.device) if mode else None
-                own = Group(device=group.device)
-                alone = _Pass(single, whole, x.to(group.device), y.to(group.device), own, recorder)
-                alone_ms = group_time_ms(alone, own, small)
-                expected = [alone(), alone.x_grad(), _flat_grad(single)]
-                for quantity, left, right in zip(("logits", "dx", "dW"), computed, expected):
-                    error = float((left - right).norm() / right.norm())
-                    quantity = f"error of {quantity}{mode}"
-                    results.append(Result("partition", name, group.size, quantity, error, GRADIENT_TOLERANCE))
-                for size, time_ms in {1: alone_ms, group.size: shared_ms}.items():
-                    results.append(Result("partition", name, size, f"ms both ways{mode}", time_ms))
-            group.barrier()
-    halo, edges = group.counts(part.num_halo), group.counts(part.edge_index.size(1))
-    results.append(Result("partition", "graph", group.size, "halo per own node", sum(halo) / num_nodes))
-    results.append(Result("partition", "graph", group.size, "largest part of the edges", max(edges) / sum(edges)))
+    for name, graph in (("Reddit-like", "reddit_like"), ("products-like", "p")):
+        nodes = recipe_of(graph).num_nodes if not small else recipe_of(graph).miniature().arguments["num_nodes"]
+        edge_index = _from_main(group, lambda: benchmark_graph(graph, group.device, small=small).edge_index)  # noqa: B023
+        results += _compared(name, {each: LAYERS[each] for each in LARGE}, edge_index, nodes, group, small)
     return results
 
 
-def _gen(outputs: int) -> nn.Module:
-    return pyg.GENConv(64, outputs, norm=None)
+def _features(num_nodes: int, width: int, group: Group) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator(group.device).manual_seed(0)
+    x = torch.randn(num_nodes, width, generator=generator, device=group.device)
+    return x, torch.randint(CLASSES, (num_nodes,), generator=generator, device=group.device)
+
+
+def _compared(
+    check: str,
+    layers: dict[str, Callable[[Tensor], nn.Module]],
+    edge_index: Tensor,
+    num_nodes: int,
+    group: Group,
+    small: bool,
+) -> list[Result]:
+    """Compare layers on a graph of one node type, with edges of some relations."""
+    x, y = _features(num_nodes, WIDTH, group)
+    part = partition(edge_index, num_nodes, group)
+    types = torch.arange(edge_index.size(1), device=group.device) % RELATIONS
+    histogram = edge_index[1].bincount(minlength=num_nodes).bincount().cpu()
+    results = []
+    for name, make in layers.items():
+        whole = Inputs(x, edge_index, y, (types,) if name == "RGCN" else ())
+        results += _beside_one(check, name, partial(make, histogram), whole, whole.of_part(part), group, small)
+    edges, share = group.counts(part.edge_index.size(1)), part.remote_share()
+    results.append(Result(check, "graph", group.size, "share of remote rows", share))
+    results.append(Result(check, "graph", group.size, "largest part of the edges", max(edges) / sum(edges)))
+    return results
+
+
+def _beside_one(
+    check: str, name: str, make: Callable[[], nn.Module], whole: Inputs, own: Inputs, group: Group, small: bool
+) -> list[Result]:
+    """Compare a model on a part with the same model of one process on the whole graph: errors and times."""
+    results = []
+    for mode in modes(group) if name in CAPTURED and check == "partition" else ("",):
+        torch.manual_seed(0)
+        single = make().to(group.device)
+        model = copy.deepcopy(single)
+        recorder = Recorder(group.device) if mode else None
+        wrapped = wrap(model, group, recorder.stream if recorder else None)
+        timer = Timer(group.device)
+        shared = _Pass(wrapped, own, group, recorder)
+        shared_ms = group_time_ms(shared, group, small)
+        rows = [shared(), *(grad / group.size for grad in shared.x_grads())]
+        computed = [*map(group.gather, rows), _flat_grad(model)]
+        del shared, wrapped
+        timer.release()
+        group.barrier()
+        if group.is_main:
+            recorder, alone = Recorder(group.device) if mode else None, Group(device=group.device)
+            reference = _Pass(single, whole, alone, recorder)
+            alone_ms = group_time_ms(reference, alone, small)
+            expected = [reference(), *reference.x_grads(), _flat_grad(single)]
+            for quantity, error in _errors(computed, expected).items():
+                results.append(Result(check, name, group.size, f"error of {quantity}{mode}", error, GRADIENT_TOLERANCE))
+            for size, time_ms in {1: alone_ms, group.size: shared_ms}.items():
+                results.append(Result(check, name, size, f"ms both ways{mode}", time_ms))
+            del reference, expected
+        del computed
+        timer.release()
+        group.barrier()
+    return results
+
+
+def _errors(computed: list[Tensor], expected: list[Tensor]) -> dict[str, float]:
+    """Relative errors by the Frobenius norm of logits, of the gradients of all features, and of all parameters."""
+    pairs = [(got.flatten(), want.flatten()) for got, want in zip(computed, expected, strict=True)]
+    groups = {"logits": pairs[:1], "dx": pairs[1:-1], "dW": pairs[-1:]}
+    return {
+        name: float(
+            torch.cat([got - want for got, want in group]).norm() / torch.cat([want for _, want in group]).norm()
+        )
+        for name, group in groups.items()
+    }
+
+
+def beyond(group: Group, small: bool) -> list[Result]:
+    """Training steps on a graph that one GPU cannot hold: eight like ogbn-products, joined by some of their edges."""
+    recipe = recipe_of("p").miniature() if small else recipe_of("p")
+    nodes, width, blocks, crossing = recipe.arguments["num_nodes"], 16 if small else 256, 8, 0.002
+    num_nodes = nodes * blocks
+
+    def joined() -> Tensor:
+        parts = []
+        for block in range(blocks):
+            arguments = {**recipe.arguments, "seed": block}
+            parts.append(recipe.build(device=group.device, **arguments).edge_index + block * nodes)
+        edges = torch.cat(parts, dim=1)
+        generator = torch.Generator(group.device).manual_seed(0)
+        count = int(crossing * edges.size(1))
+        places, sources = (
+            torch.randint(most, (count,), generator=generator, device=group.device)
+            for most in (edges.size(1), num_nodes)
+        )
+        edges[0, places] = sources
+        return edges
+
+    edge_index = _from_main(group, joined)
+    part = partition(edge_index, num_nodes, group)
+    generator = torch.Generator(group.device).manual_seed(group.rank)
+    x = torch.randn(part.num_nodes, width, generator=generator, device=group.device)
+    y = torch.randint(CLASSES, (part.num_nodes,), generator=generator, device=group.device)
+    make = partial(Stack, convs.SAGEConv, width, width)
+    count, share, timer = edge_index.size(1), part.remote_share(), Timer(group.device)
+    whole = edge_index.cpu() if group.is_main else None
+    del edge_index
+    timer.release()
+    if group.device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(group.device)
+    torch.manual_seed(0)
+    step = _TrainStep(make().to(group.device), Inputs(x, part, y), group)
+    time_ms = group_time_ms(step, group, True)
+    peak = max(group.counts(torch.cuda.max_memory_allocated(group.device) if group.device.type == "cuda" else 0)) / 1e6
+    losses = [float(group.average(loss)) for loss in step.losses]
+    del step, x, y, part
+    timer.release()
+    group.barrier()
+    results = []
+    if whole is not None:
+        name = "SAGE, eight like ogbn-products"
+        values = {"edges": count, "share of remote rows": share, "ms of a step": time_ms, "peak MB of a process": peak}
+        results = [Result("beyond", name, group.size, quantity, value) for quantity, value in values.items()]
+        results.append(Result("beyond", name, group.size, "loss after over before", losses[-1] / losses[0], 1.0))
+        results.append(Result("beyond", name, 1, "runs on one GPU", _fits_alone(make, whole, num_nodes, width, group)))
+    group.barrier()
+    return results
+
+
+class _TrainStep:
+    """Steps of Adam over a part of a graph, and the losses of this process."""
+
+    def __init__(self, model: nn.Module, inputs: Inputs, group: Group) -> None:
+        self.optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
+        self.passes = _Pass(wrap(model, group), inputs, group, has_x_grad=False)
+        self.losses: list[Tensor] = []
+
+    def __call__(self) -> None:
+        self.losses.append(self.passes.launch()[0])
+        self.optimizer.step()
+
+
+def _fits_alone(make: Callable[[], nn.Module], edge_index: Tensor, num_nodes: int, width: int, group: Group) -> float:
+    """Return 1 if a process alone can take a step on a graph, 0 if its memory does not suffice."""
+    alone = Group(device=group.device)
+    try:
+        x, y = _features(num_nodes, width, alone)
+        step = _Pass(make().to(group.device), Inputs(x, edge_index.to(group.device), y), alone, has_x_grad=False)
+        step.launch()
+        Timer(group.device).synchronize()
+    except torch.OutOfMemoryError:
+        return 0.0
+    return 1.0
 
 
 def modes(group: Group) -> tuple[str, ...]:
@@ -160,14 +357,16 @@ class _Pass:
     def __init__(
         self,
         model: nn.Module,
-        edges: Tensor | PartitionedGraph,
-        x: Tensor,
-        y: Tensor,
+        inputs: Inputs,
         group: Group,
         recorder: Recorder | None = None,
+        *,
+        has_x_grad: bool = True,
     ) -> None:
-        self.model, self.edges, self.y, self.group = model, edges, y, group
-        self.x = x.clone().requires_grad_()
+        self.model, self.inputs, self.group = model, inputs, group
+        x = inputs.x
+        self.leaves = [each.clone().requires_grad_() for each in _tensors(x)] if has_x_grad else []
+        self.x = x if not has_x_grad else dict(zip(x, self.leaves)) if isinstance(x, dict) else self.leaves[0]
         self.recording = None
         if recorder is not None:
             for _ in range(CapturedStep.SHARED_WARM_UPS):
@@ -175,11 +374,12 @@ class _Pass:
             self.recording = recorder.record(self.launch)
 
     def launch(self) -> tuple[Tensor, Tensor]:
-        """Loss and logits; the gradients of `x` and of the parameters are set."""
+        """Loss and logits; the gradients of features and parameters are set."""
         self.model.zero_grad()
-        self.x.grad = None
-        logits = self.model(self.x, self.edges)
-        loss = self.group.mean(F.cross_entropy(logits, self.y, reduction="sum"), self.y.numel())
+        for leaf in self.leaves:
+            leaf.grad = None
+        logits, y = self.model(self.x, self.inputs.edges, *self.inputs.more), self.inputs.y
+        loss = self.group.mean(F.cross_entropy(logits, y, reduction="sum"), y.numel())
         with torch.autograd.set_multithreading_enabled(False):
             loss.backward()
         return loss.detach(), logits.detach()
@@ -187,9 +387,12 @@ class _Pass:
     def __call__(self) -> Tensor:
         return (self.launch() if self.recording is None else self.recording.replay())[1]
 
-    def x_grad(self) -> Tensor:
-        assert self.x.grad is not None
-        return self.x.grad
+    def x_grads(self) -> list[Tensor]:
+        return [leaf.new_zeros(leaf.shape) if leaf.grad is None else leaf.grad for leaf in self.leaves]
+
+
+def _tensors(x: Tensor | dict[str, Tensor]) -> list[Tensor]:
+    return list(x.values()) if isinstance(x, dict) else [x]
 
 
 def _flat_grad(model: nn.Module) -> Tensor:
@@ -230,6 +433,52 @@ def throughput(group: Group, small: bool) -> list[Result]:
     return results
 
 
+BATCHES = {
+    False: ("molecules gine sol-b1024-h64", "sampled sage s1024-h256", "sampled to_hetero_sage s1024-h64"),
+    True: ("molecules gine sol-b8-h16", "sampled sage s16-h16", "sampled to_hetero_sage s16-h16"),
+}
+"""Cases of the bench of loops, by whether they are miniatures."""
+
+
+def own_batches(group: Group, small: bool) -> list[Result]:
+    """Steps on batches of each process's own: batches per second of all processes beside one."""
+    results = []
+    cases = {f"{case.loop} {case.model} {case.size}": case for loop in LOOPS.values() for case in loop(small)}
+    for name in BATCHES[small]:
+        rates = []
+        for party in [Group(device=group.device), group] if group.is_main else [group]:
+            if party is group:
+                group.barrier()
+            rates.append(1e3 * party.size / group_time_ms(_BatchStep(cases[name], party), party, small, calls=60))
+        if group.is_main:
+            for size, rate in zip((1, group.size), rates):
+                results.append(Result("own batches", name, size, "batches per second", rate))
+            needed = EFFICIENCY * group.size if group.device.type == "cuda" else None
+            results.append(Result("own batches", name, group.size, "speed-up", rates[1] / rates[0], needed))
+    return results
+
+
+class _BatchStep:
+    """Steps of Adam on this process's batches of a case, a fresh copy for each step."""
+
+    def __init__(self, case: LoopCase, group: Group) -> None:
+        torch.manual_seed(0)
+        batches = [batch.clone().to(group.device) for batch in case.source().batches]
+        self.case, self.batches, self.count = case, batches[group.rank :: group.size], 0
+        model = pyg_dfgnn.accelerate(case.make(batches[0]).to(group.device))
+        # The first call makes lazy parameters.
+        case.forward(model, batches[0].clone())
+        self.optimizer = torch.optim.Adam(model.parameters(), lr=1e-3, fused=group.device.type == "cuda")
+        self.model = wrap(model, group)
+
+    def __call__(self) -> None:
+        batch = self.batches[self.count % len(self.batches)].clone()
+        self.count += 1
+        self.optimizer.zero_grad()
+        self.case.loss(self.case.forward(self.model, batch), batch).backward()
+        self.optimizer.step()
+
+
 def _share(graphs: list[Data], group: Group) -> Any:
     """This process's share of a batch, on its device."""
     share = own_share(torch.arange(len(graphs)), group, edges_of(graphs)).tolist()
@@ -243,11 +492,11 @@ def _make_step(model: nn.Module, data: Data, group: Group, *, captured: bool) ->
     return make_step(parallel, optimizer, data, captured=captured, recorder=recorder, loss_weights=True, group=group)
 
 
-def group_time_ms(call: Callable[[], Any], group: Group, small: bool) -> float:
+def group_time_ms(call: Callable[[], Any], group: Group, small: bool, calls: int = 15) -> float:
     """Mean wall time of a call in a loop, of the slowest process."""
     # In its first ten steps DistributedDataParallel waits for the device.
     warm_ups = 1 + (CapturedStep.WARM_UPS if group.size == 1 else CapturedStep.SHARED_WARM_UPS)
-    warm_ups, calls = (1, 2) if small else (warm_ups, 15)
+    warm_ups, calls = (1, 2) if small else (warm_ups, calls)
     timer = Timer(group.device)
     for _ in range(warm_ups):
         call()
@@ -262,8 +511,9 @@ def group_time_ms(call: Callable[[], Any], group: Group, small: bool) -> float:
 
 def _write(path: Path, results: list[Result]) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
-    columns = [*(field.name for field in fields(Result)), "verdict"]
-    write_rows(path, columns, ({**asdict(result), "verdict": result.verdict} for result in results))
+    columns = [*(field.name for field in fields(Result)), "verdict", "digest"]
+    digest = source_digest((*MEASURED_ROOMS, "nn", "distributed"))
+    write_rows(path, columns, ({**asdict(result), "verdict": result.verdict, "digest": digest} for result in results))
 
 
 def main(arguments: list[str] | None = None) -> bool:
@@ -275,7 +525,7 @@ def main(arguments: list[str] | None = None) -> bool:
     chosen = parser.parse_args(arguments)
     group = Group.of_environment(chosen.device)
     results: list[Result] = []
-    for check in (throughput, same_partitioned, same_losses):
+    for check in (same_partitioned, large, beyond, own_batches, throughput, same_losses):
         start = time.perf_counter()
         measured = check(group, chosen.small)
         if group.is_main:
@@ -283,7 +533,7 @@ def main(arguments: list[str] | None = None) -> bool:
             for result in measured:
                 needed = "" if result.needed is None else f"(needs {result.needed:g})"
                 print(
-                    f"{result.check:11}{result.model:24}{result.processes:2}  {result.quantity:28}"
+                    f"{result.check:14}{result.model:32}{result.processes:2}  {result.quantity:28}"
                     f"{result.value:12.4g}  {needed:16}{result.verdict}"
                 )
             print(f"{check.__name__}: {time.perf_counter() - start:.1f} s", flush=True)
