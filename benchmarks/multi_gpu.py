@@ -173,13 +173,19 @@ def same_partitioned(group: Group, small: bool) -> list[Result]:
     """Three layers of each kind, forward and backward, over a partitioned graph and over the whole one."""
     num_nodes, mean, most = (500, 8.0, 50.0) if small else (100_000, 50.0, 5_000.0)
     edge_index = _from_main(group, lambda: chung_lu(num_nodes, mean, most, 0, group.device).edge_index)
-    results = _compared("partition", LAYERS, edge_index, num_nodes, group, small)
+    return _compared("partition", LAYERS, edge_index, num_nodes, group, small)
+
+
+def same_hetero(group: Group, small: bool) -> list[Result]:
+    """Three layers over a partitioned graph of two node types and over the whole one."""
+    num_nodes, mean, most = (500, 8.0, 50.0) if small else (100_000, 50.0, 5_000.0)
+    edge_index = _from_main(group, lambda: chung_lu(num_nodes, mean, most, 0, group.device).edge_index)
     edges, sizes = _typed(edge_index, num_nodes)
     x, y = _features(num_nodes, WIDTH, group)
     whole = Inputs(dict(zip(sizes, x.split([*sizes.values()]))), edges, y[: sizes[FIRST]])
     part = partition_hetero(edges, sizes, group)
     make = partial(HeteroStack, ([*sizes], [*edges]))
-    return [*results, *_beside_one("partition", "HGT", make, whole, whole.of_part(part), group, small)]
+    return _beside_one("partition", "HGT", make, whole, whole.of_part(part), group, small)
 
 
 def large(group: Group, small: bool) -> list[Result]:
@@ -525,7 +531,7 @@ def main(arguments: list[str] | None = None) -> bool:
     chosen = parser.parse_args(arguments)
     group = Group.of_environment(chosen.device)
     results: list[Result] = []
-    for check in (same_partitioned, large, beyond, own_batches, throughput, same_losses):
+    for check in (same_hetero, same_partitioned, large, beyond, own_batches, throughput, same_losses):
         start = time.perf_counter()
         measured = check(group, chosen.small)
         if group.is_main:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -22,19 +23,32 @@ from pyg_dfgnn.errors import as_integer, check_range, check_shape
 from pyg_dfgnn.graph.forms import check_edge_index
 
 
-class PartitionedHeteroGraph(dict[EdgeType, PartitionedGraph]):
+@dataclass(frozen=True, eq=False)
+class PartitionedHeteroGraph(Mapping[EdgeType, PartitionedGraph]):
     """A process's part of a graph of several types, in place of `edge_index_dict`: a range of the nodes of each type.
 
     All relations with sources of one type share a halo, so that a layer that reads all relations, such as `HGTConv`,
     fetches a remote node once.
 
     Attributes:
+        parts: Edge type -> part.
         bounds: Node type -> process r owns the nodes `bounds[r]` to `bounds[r + 1]` (excluded).
+        group: Processes of the graph.
     """
 
-    def __init__(self, parts: Mapping[EdgeType, PartitionedGraph], bounds: dict[NodeType, list[int]], group: Group):
-        super().__init__(parts)
-        self.bounds, self.group = bounds, group
+    parts: dict[EdgeType, PartitionedGraph]
+    bounds: dict[NodeType, list[int]]
+    group: Group
+
+    # DistributedDataParallel makes dicts among its arguments anew, so that this is none.
+    def __getitem__(self, edge_type: EdgeType) -> PartitionedGraph:
+        return self.parts[edge_type]
+
+    def __iter__(self) -> Iterator[EdgeType]:
+        return iter(self.parts)
+
+    def __len__(self) -> int:
+        return len(self.parts)
 
     @property
     def num_nodes(self) -> dict[NodeType, int]:

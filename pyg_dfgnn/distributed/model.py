@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -120,7 +120,7 @@ def _opened(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
 
 def _is_parts(value: Any) -> bool:
     """Return whether a value holds partitioned edges by edge type."""
-    return isinstance(value, dict) and any(
+    return isinstance(value, Mapping) and any(
         isinstance(each, (PartitionedGraph, PartitionedEdges)) for each in value.values()
     )
 
