@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+from contextlib import nullcontext
 from itertools import combinations
 from pathlib import Path
 
@@ -98,17 +99,20 @@ def test_an_exported_layer_in_a_fresh_process(name, errors):
     assert errors[name] < 1e-5
 
 
-@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.cuda)])
+@pytest.mark.parametrize(
+    "place", ["reference", pytest.param("emulator", marks=needs_compiler), pytest.param("cuda", marks=pytest.mark.cuda)]
+)
 @pytest.mark.parametrize("name", ["GCNConv", "SAGEConv", "GINEConv", "TransformerConv edges", "RGATConv"])
-def test_a_program_for_any_number_of_nodes_and_edges(name, device):
+def test_a_program_for_any_number_of_nodes_and_edges(name, place):
     """The size of the graph that is exported with decides nothing: few edges are not left to PyG for good."""
     make, (x, edges, *attributes) = LAYERS[name]
+    device = "cuda" if place == "cuda" else "cpu"
     layer = make().eval().to(device)
     shapes = ({0: Dim("N", min=2)}, {1: Dim("E", min=2)}, *({0: Dim("E", min=2)} for _ in attributes))
     many = (x.repeat(50, 1), torch.cat([edges + i % 50 * NUM_NODES for i in range(3000)], dim=1))
     many += tuple(attribute.repeat(3000, *[1] * (attribute.dim() - 1)) for attribute in attributes)
     few, many = ([tensor.to(device) for tensor in inputs] for inputs in ((x, edges, *attributes), many))
-    with torch.no_grad():
+    with torch.no_grad(), emulated_device() if place == "emulator" else nullcontext():
         program = torch.export.export(layer, tuple(few), dynamic_shapes=shapes).module()
         for inputs in (few, many):
             torch.testing.assert_close(program(*inputs), layer(*inputs))
