@@ -161,10 +161,11 @@ class _Collect(torch.autograd.Function):
         own = graph.num_own_sources
         dist.all_to_all_single(parts, rows[own:].contiguous(), graph.send_counts, graph.receive_counts)
         kept = rows[:own].clone()
-        # No node repeats within the rows of a process, so that sums have one order and equal bits in each run.
+        # No node repeats within the rows of a process, so that sums have one order and equal bits in each run; torch's
+        # index_add_ fails on more than 2^31 numbers.
         for index, part in zip(graph.send_index.split(graph.send_counts), parts.split(graph.send_counts)):
             if reduce == "sum":
-                kept.index_add_(0, index, part)
+                kept[index] += part
             else:
                 kept.index_reduce_(0, index, part, reduce)
         return kept
