@@ -25,7 +25,7 @@ CASE = random(400, 300, 9000, seed=5)
 @pytest.fixture(autouse=True)
 def own_folder(monkeypatch, tmp_path):
     """Timings of this test alone; compiled kernels stay where they are."""
-    monkeypatch.setattr(store, "folder", lambda: tmp_path)
+    monkeypatch.setattr(store, "kernel_cache_dir", lambda: tmp_path)
     store.forget()
     yield tmp_path
     store.forget()
