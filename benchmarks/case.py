@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from math import prod
@@ -113,13 +113,13 @@ class Case(ABC):
         generator = torch.Generator(device=graph.device).manual_seed(1)
         return torch.randn(graph.num_dst, self.width, generator=generator, device=graph.device)
 
-    @abstractmethod
     def fused(self, graph: Graph, inputs: Inputs) -> Tensor:
         """The output of this package's operation."""
+        raise NotImplementedError
 
-    @abstractmethod
     def plain(self, edge_index: Tensor, num_dst: int, inputs: Inputs, keep: Tensor | None) -> Tensor:
         """The output of the reference in plain torch; ``keep`` holds the dropout factor of each edge, if any."""
+        raise NotImplementedError
 
     def keep(self, graph: EdgeList) -> Tensor | None:
         """The dropout factors that the operation draws next, in the order of the edges; None without dropout."""
@@ -219,6 +219,7 @@ class Implementation:
         name: Name in configs and result files.
         title: Name in tables and figures.
         dtypes: Names of the dtypes that it can be timed in.
+        ops: Operations that it has; None: all of its family.
         error_bound: Relative error above which its time is no result, if wider than the bound of the dtype.
         is_ours: Whether it runs on kernels of this package, so that rows of other sources do not count.
     """
@@ -226,12 +227,13 @@ class Implementation:
     name: ClassVar[str]
     title: ClassVar[str]
     dtypes: ClassVar[tuple[str, ...]] = ("float32",)
+    ops: ClassVar[Collection[str] | None] = None
     error_bound: ClassVar[float] = 2e-3
     is_ours: ClassVar[bool] = False
 
     def reasons(self, case: Case, graph: EdgeList) -> list[str]:
         """Why it is not run here, [] when it is."""
-        return []
+        return [] if self.ops is None or case.op in self.ops else [f"has no {case.layer}"]
 
     def call(self, case: Case, graph: EdgeList, inputs: Inputs) -> Call:
         """The output as a function of inputs like these; work that is done once per graph is done here."""

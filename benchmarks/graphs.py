@@ -50,17 +50,11 @@ from pyg_dfgnn.graph.relations import ratio
 from pyg_dfgnn.graph.reorder import METHODS, inverse_of, node_order
 from pyg_dfgnn.reference.zoo import EdgeList
 
-NODE_TYPE = "node_type"
-"""Key under which a `Graph` of :func:`compressed` keeps the types of its nodes."""
-
 
 def compressed(bench: EdgeList) -> Graph:
     """The package's Graph of a benchmark graph, from its cache."""
     relations: dict[str, Any] = {"num_relations": 0 if bench.edge_type is None else bench.num_relations}
-    graph = Graph.of(bench.edge_index, bench.num_src, bench.num_dst, edge_type=bench.edge_type, **relations)
-    if bench.node_type is not None:
-        graph.derived(NODE_TYPE, lambda: bench.node_type)
-    return graph
+    return Graph.of(bench.edge_index, bench.num_src, bench.num_dst, edge_type=bench.edge_type, **relations)
 
 
 BATCH = 1024

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -32,6 +32,7 @@ from pyg_dfgnn.reference.oracle import Inputs
 from pyg_dfgnn.reference.zoo import EdgeList
 from pyg_dfgnn.statements.segment import SUMS
 
+DTYPES_OF_BASELINES = ("float32", "bfloat16")
 CHECKED_CHANNELS = (1, 7, 16, 64, 128, 200, 600)
 
 
@@ -143,25 +144,12 @@ class SegmentCase(Case):
         return SegmentProblem(message, self.aggregation.stats, self.channels, DTYPES[dtype], device)
 
 
-class Baseline(Implementation):
-    """Another implementation.
-
-    Attributes:
-        ops: Operations that it has.
-    """
-
-    dtypes = ("float32", "bfloat16")
-    ops: ClassVar[tuple[str, ...]] = tuple(AGGREGATIONS)
-
-    def reasons(self, case: SegmentCase, graph: EdgeList) -> list[str]:  # type: ignore[override]
-        return [] if case.op in self.ops else [f"has no {case.layer}"]
-
-
-class PyGSegment(Baseline):
+class PyGSegment(Implementation):
     """PyG's aggregation modules on gathered messages."""
 
     name = "pyg"
     title = "PyG"
+    dtypes = DTYPES_OF_BASELINES
 
     def call(self, case: SegmentCase, graph: EdgeList, inputs: Inputs) -> Call:  # type: ignore[override]
         stats = list(case.aggregation.stats)
@@ -199,11 +187,12 @@ class _Product(torch.autograd.Function):
         return None, grad_values, None, None, transposed @ grad
 
 
-class TorchCsr(Baseline):
+class TorchCsr(Implementation):
     """torch's product of a CSR matrix and features, forward and with a transpose made once, by cuSPARSE on a GPU."""
 
     name = "csr"
     title = "torch CSR, transpose kept"
+    dtypes = DTYPES_OF_BASELINES
     ops = ("sum", "mean", "weight")
 
     def prepare(self, case: SegmentCase, graph: EdgeList, inputs: Inputs) -> Forward:  # type: ignore[override]
@@ -215,11 +204,12 @@ class TorchCsr(Baseline):
         return lambda: _Product.apply(sparse, values, matrix, transposed, inputs["x"])
 
 
-class TorchMm(Baseline):
+class TorchMm(Implementation):
     """``torch.sparse.mm`` of a CSR matrix: nothing is kept from call to call, the transpose neither."""
 
     name = "sparse_mm"
     title = "torch.sparse.mm, nothing kept"
+    dtypes = DTYPES_OF_BASELINES
     ops = ("sum", "mean")
 
     def prepare(self, case: SegmentCase, graph: EdgeList, inputs: Inputs) -> Forward:  # type: ignore[override]
@@ -235,11 +225,12 @@ def constant_values(case: SegmentCase, sparse: Sparse, dtype: torch.dtype) -> Te
     return sparse.row_offsets.diff().clamp(min=1).double().reciprocal()[sparse.row].to(dtype)
 
 
-class SegmentReduce(Baseline):
+class SegmentReduce(Implementation):
     """``torch.segment_reduce`` of gathered messages in the order of their targets."""
 
     name = "segment_reduce"
     title = "torch.segment_reduce"
+    dtypes = DTYPES_OF_BASELINES
     ops = ("sum", "mean", "max")
 
     def prepare(self, case: SegmentCase, graph: EdgeList, inputs: Inputs) -> Forward:  # type: ignore[override]

@@ -1,0 +1,431 @@
+"""The relational family: what a layer computes of typed edges, how PyG and other schedules compute it.
+
+Layers are our drop-ins, PyG's, torch.compile of PyG's, FASTEN's and our programs by Hector's passes. The reference is
+the program of the layer in float64, which the interpreter runs in plain torch.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from math import log2
+from typing import Any, ClassVar
+
+import torch
+import torch.nn.functional as F
+import torch_geometric.nn
+from torch import Tensor, nn
+from torch.func import functional_call
+from torch_geometric.utils import scatter
+
+from benchmarks.case import Call, Family, Forward, Fused, HeadsCase, Implementation, TorchCompiled
+from benchmarks.graphs import compressed
+from pyg_dfgnn import nn as ours
+from pyg_dfgnn.errors import UnsupportedError
+from pyg_dfgnn.graph import Graph
+from pyg_dfgnn.ir import IndexSpace, One, U, interpret
+from pyg_dfgnn.ir.layers import hgt, rgat, rgcn_mean
+from pyg_dfgnn.ir.passes import Passes
+from pyg_dfgnn.ir.trace import Relational
+from pyg_dfgnn.ops.relational import apply, index_space_of, prepared_for
+from pyg_dfgnn.reference.oracle import Inputs, float64_reference
+from pyg_dfgnn.reference.zoo import EdgeList
+
+Shapes = Mapping[str, tuple[int, ...]]
+Run = Callable[[Relational, Inputs], Tensor]
+"""(program, inputs) -> its output on the edges."""
+
+
+@dataclass(frozen=True)
+class CaseEdges:
+    """The types of a graph as layers take them.
+
+    Attributes:
+        edge_index: Sources and targets [2, E].
+        edge_type: Relation of each edge [E].
+        num_relations: Number of relations R.
+        sizes: Number of nodes of each type; nodes of a type follow each other.
+        ends: Source type and target type of each relation; of one without edges the first types.
+    """
+
+    edge_index: Tensor
+    edge_type: Tensor
+    num_relations: int
+    sizes: tuple[int, ...]
+    ends: tuple[tuple[int, int], ...]
+
+    @staticmethod
+    def of(graph: EdgeList) -> CaseEdges:
+        """From a graph of the bench; without types it has one relation, or one node type."""
+        edge_type = torch.zeros_like(graph.edge_index[0]) if graph.edge_type is None else graph.edge_type.long()
+        if graph.node_type is None:
+            sizes, ends = (graph.num_dst,), ((0, 0),) * graph.num_relations
+        else:
+            sizes = tuple(graph.node_type.bincount().tolist())
+            pair = torch.zeros(graph.num_relations, 2, dtype=torch.int64, device=edge_type.device)
+            # All edges of a relation write the same types.
+            pair[edge_type] = graph.node_type[graph.edge_index].t()
+            ends = tuple((source, target) for source, target in pair.tolist())
+        return CaseEdges(graph.edge_index, edge_type, graph.num_relations, sizes, ends)
+
+    @property
+    def node_type(self) -> Tensor:
+        """Type of each node [N]."""
+        device = self.edge_index.device
+        return torch.arange(len(self.sizes), device=device).repeat_interleave(torch.tensor(self.sizes, device=device))
+
+    @property
+    def reached(self) -> set[int]:
+        """The node types that a relation leads to."""
+        return {target for _, target in self.ends}
+
+    @property
+    def metadata(self) -> tuple[list[str], list[tuple[str, str, str]]]:
+        """Names of the types, as `HeteroData.metadata()` returns them."""
+        edge_types = [(f"t{source}", f"r{i}", f"t{target}") for i, (source, target) in enumerate(self.ends)]
+        return [f"t{i}" for i in range(len(self.sizes))], edge_types
+
+    def edge_index_dict(self) -> dict[tuple[str, str, str], Tensor]:
+        """Edges [2, E_r] of each relation, numbered inside their types."""
+        first = torch.tensor([0, *self.sizes]).cumsum(0).tolist()
+        order = self.edge_type.argsort(stable=True)
+        counts = self.edge_type.bincount(minlength=self.num_relations).tolist()
+        parts = self.edge_index[:, order].split(counts, dim=1)
+        return {
+            name: part - part.new_tensor([[first[source]], [first[target]]])
+            for name, part, (source, target) in zip(self.metadata[1], parts, self.ends)
+        }
+
+
+@dataclass(frozen=True)
+class RelationalLayer:
+    """One layer of the family.
+
+    Attributes:
+        title: Its name in tables and figures.
+        conv: Its class.
+        shapes: (width, heads, relations, node types) -> shapes of its parameters by kind.
+        make: (class, case, edges) -> the module.
+        parameters: (inputs, edges) -> the module's parameters by their names.
+        output: (inputs, heads, run, number of targets of each type, types with an output) -> the output, by a program.
+        is_hetero: Whether it takes dicts by types.
+        has_kink: Whether a function without a derivative at 0 follows products.
+    """
+
+    title: str
+    conv: str
+    shapes: Callable[[int, int, int, int], Shapes]
+    make: Callable[[Any, RelationalCase, CaseEdges], nn.Module]
+    parameters: Callable[[Inputs, CaseEdges], Inputs]
+    output: Callable[[Inputs, int, Run, Sequence[int], set[int]], Tensor]
+    is_hetero: bool = False
+    has_kink: bool = False
+
+
+def _rgcn_output(inputs: Inputs, heads: int, run: Run, *_: Any) -> Tensor:
+    """W_0 x_i + b + the sum over relations of the mean of W_r x_j."""
+    out = run(rgcn_mean, {"x": inputs["x"], "weight": inputs["weight"]})
+    return out + torch.addmm(inputs["bias"], inputs["x_dst"], inputs["root"])
+
+
+def _rgat_output(inputs: Inputs, heads: int, run: Run, *_: Any) -> Tensor:
+    """Sums of W_r x_j with additive attention over all relations of a target."""
+    tensors = {"x": inputs["x"], "xd": inputs["x_dst"], **{name: inputs[name] for name in ("weight", "q", "k")}}
+    return run(rgat(heads, "additive-self-attention", "across-relation"), tensors) + inputs["bias"]
+
+
+def _hgt_output(inputs: Inputs, heads: int, run: Run, sizes: Sequence[int], reached: set[int]) -> Tensor:
+    """The heterogeneous graph transformer; nodes of types that no relation leads to have no output, 0 here."""
+    tensors = {"x": inputs["x"], "xd": inputs["x_dst"], "scale": inputs["p_rel"]}
+    for name, weight, bias in zip("kqv", *(inputs[f"kqv_{what}"].chunk(3, 1) for what in ("weight", "bias"))):
+        tensors |= {f"w{name}": weight.mT, f"b{name}": bias}
+    for name, of in (("key", "k_rel"), ("value", "v_rel")):
+        tensors[name] = inputs[of].unflatten(0, (heads, -1)).transpose(0, 1)
+    total, outputs = run(hgt(heads), tensors), []
+    for i, (part, x) in enumerate(zip(total.split(sizes), inputs["x_dst"].split(sizes))):
+        out = torch.addmm(inputs["out_bias"][i], F.gelu(part), inputs["out_weight"][i].t())
+        outputs.append(torch.lerp(x, out, inputs["skip"][i].sigmoid()) if i in reached else 0 * x)
+    return torch.cat(outputs)
+
+
+def _rgcn_shapes(width: int, heads: int, relations: int, types: int) -> Shapes:
+    return {"weight": (relations, width, width), "root": (width, width), "bias": (width,)}
+
+
+def _rgat_shapes(width: int, heads: int, relations: int, types: int) -> Shapes:
+    return {"weight": (relations, width, width), "q": (width, heads), "k": (width, heads), "bias": (width,)}
+
+
+def _hgt_shapes(width: int, heads: int, relations: int, types: int) -> Shapes:
+    size = width // heads
+    return {
+        **{"kqv_weight": (types, 3 * width, width), "kqv_bias": (types, 3 * width)},
+        **{"out_weight": (types, width, width), "out_bias": (types, width), "skip": (types, 1)},
+        **{"k_rel": (heads * relations, size, size), "v_rel": (heads * relations, size, size)},
+        "p_rel": (relations, heads),
+    }
+
+
+def _own_names(inputs: Inputs, edges: CaseEdges) -> Inputs:
+    return {name: tensor for name, tensor in inputs.items() if name != "x"}
+
+
+def _hgt_names(inputs: Inputs, edges: CaseEdges) -> Inputs:
+    types, relations = edges.metadata
+    names = {"k_rel.weight": inputs["k_rel"], "v_rel.weight": inputs["v_rel"]}
+    for part in ("kqv", "out"):
+        for what in ("weight", "bias"):
+            of_types = zip(types, inputs[f"{part}_{what}"].unbind())
+            names |= {f"{part}_lin.lins.{kind}.{what}": tensor for kind, tensor in of_types}
+    names |= {f"skip.{kind}": tensor for kind, tensor in zip(types, inputs["skip"].unbind())}
+    scales = inputs["p_rel"].unsqueeze(1).unbind()
+    return names | {f"p_rel.{'__'.join(name)}": tensor for name, tensor in zip(relations, scales)}
+
+
+LAYERS = {
+    "rgcn": RelationalLayer(
+        title="RGCN",
+        conv="RGCNConv",
+        shapes=_rgcn_shapes,
+        make=lambda conv, case, edges: conv(case.width, case.width, edges.num_relations),
+        parameters=_own_names,
+        output=_rgcn_output,
+    ),
+    "rgat": RelationalLayer(
+        title="RGAT",
+        conv="RGATConv",
+        shapes=_rgat_shapes,
+        make=lambda conv, case, edges: conv(case.width, case.channels, edges.num_relations, heads=case.heads),
+        parameters=_own_names,
+        output=_rgat_output,
+        has_kink=True,
+    ),
+    "hgt": RelationalLayer(
+        title="HGT",
+        conv="HGTConv",
+        shapes=_hgt_shapes,
+        make=lambda conv, case, edges: conv(case.width, case.width, edges.metadata, case.heads),
+        parameters=_hgt_names,
+        output=_hgt_output,
+        is_hetero=True,
+    ),
+}
+
+
+@dataclass(frozen=True)
+class RelationalCase(HeadsCase):
+    """One layer as wide as its input."""
+
+    titles = {name: layer.title for name, layer in LAYERS.items()}
+    family = "gemm"
+
+    @property
+    def spec(self) -> RelationalLayer:
+        """Entry of the layer in :data:`LAYERS`."""
+        return LAYERS[self.op]
+
+    def shapes(self, graph: EdgeList) -> Shapes:
+        """Shape of each input."""
+        types = 1 if graph.node_type is None or not graph.num_dst else int(graph.node_type[-1]) + 1
+        parameters = self.spec.shapes(self.width, self.heads, graph.num_relations, types)
+        return {"x": (graph.num_src, self.width), **parameters}
+
+    def roles(self, graph: EdgeList) -> dict[str, str]:
+        return {name: "src" if name == "x" else "param" for name in self.shapes(graph)}
+
+    def shape(self, name: str, graph: EdgeList) -> tuple[int, ...]:
+        return self.shapes(graph)[name]
+
+    def make_inputs(self, graph: EdgeList) -> Inputs:
+        """Normal features, and weights that keep their size.
+
+        Where a kink follows, numbers have three bits: two products after one another are then exact in float32, and no
+        edge is on another side of the kink than in float64, whatever the order of the sums.
+        """
+        generator = torch.Generator(device=graph.device).manual_seed(0)
+        inputs = {}
+        for name, shape in self.shapes(graph).items():
+            drawn = torch.randn(shape, generator=generator, device=graph.device)
+            scale = 1.0 if name == "x" else shape[-2 if len(shape) > 1 else -1] ** -0.5
+            if self.spec.has_kink:
+                drawn, scale = drawn.mul_(2).round_().clamp_(-3, 3).div_(2), 2.0 ** round(log2(scale))
+            inputs[name] = drawn.mul_(scale)
+        return inputs
+
+    def call(self, namespace: Any, graph: EdgeList, conv: str = "") -> Call:
+        """A module of a namespace as a function of the inputs."""
+        spec, edges = self.spec, CaseEdges.of(graph)
+        module: nn.Module = spec.make(getattr(namespace, conv or spec.conv), self, edges).to(graph.device)
+        if not spec.is_hetero:
+
+            def call(inputs: Inputs) -> Tensor:
+                arguments = inputs["x"], edges.edge_index, edges.edge_type
+                return functional_call(module, spec.parameters(inputs, edges), arguments)  # type: ignore[no-any-return]
+
+            return call
+        edge_index_dict, types = edges.edge_index_dict(), edges.metadata[0]
+
+        def call_hetero(inputs: Inputs) -> Tensor:
+            x_dict = dict(zip(types, inputs["x"].split(edges.sizes)))
+            out = functional_call(module, spec.parameters(inputs, edges), (x_dict, edge_index_dict))
+            return torch.cat([out[kind] if kind in out else torch.zeros_like(x) for kind, x in x_dict.items()])
+
+        return call_hetero
+
+    def reference(
+        self, graph: EdgeList, inputs: Inputs, grad_out: Tensor, keep: Tensor | None = None
+    ) -> dict[str, Tensor]:
+        edges, num_types = CaseEdges.of(graph), len(CaseEdges.of(graph).sizes)
+        constants = {"edge_type": ("edge", edges.edge_type), "target_type": ("dst", edges.node_type)}
+
+        def plain(edge_index: Tensor, num_dst: int, inputs: Inputs, keep: Tensor | None) -> Tensor:
+            target_type, relations = inputs["target_type"], edges.num_relations
+            part = Graph.of(edge_index, graph.num_src, num_dst, edge_type=inputs["edge_type"], num_relations=relations)
+            rows = IndexSpace(part, source_type=edges.node_type, target_type=target_type, num_types=num_types)
+            sizes = target_type.bincount(minlength=num_types).tolist()
+            return self.spec.output(inputs, self.heads, partial(_interpreted, rows), sizes, edges.reached)
+
+        rows_of = {"x_dst": "x"}
+        return float64_reference(
+            plain, self.roles(graph), graph, inputs, grad_out, keep, target_rows_of=rows_of, constants=constants
+        )
+
+
+def _interpreted(rows: IndexSpace, program: Relational, inputs: Inputs) -> Tensor:
+    shapes = {name: tuple(x.shape[program.domains[name] is not One :]) for name, x in inputs.items()}
+    return interpret(program.program(**shapes), rows, inputs)["out"]
+
+
+class Ours(Fused):
+    """This package's drop-ins."""
+
+    def call(self, case: RelationalCase, graph: EdgeList, inputs: Inputs) -> Call:  # type: ignore[override]
+        return case.call(ours, graph)
+
+
+class PyGRelational(Implementation):
+    """PyG's layers: RGCNConv is a loop over relations, the others gather a weight or a row per edge.
+
+    Attributes:
+        conv: Class that it is a function of, where that is not the layer's.
+    """
+
+    name = "pyg"
+    title = "PyG"
+    conv = ""
+
+    def call(self, case: RelationalCase, graph: EdgeList, inputs: Inputs) -> Call:  # type: ignore[override]
+        return case.call(torch_geometric.nn, graph, self.conv)
+
+
+class FastPyG(PyGRelational):
+    """PyG's FastRGCNConv, which gathers a weight per edge."""
+
+    name = "pyg_fast"
+    title = "PyG's FastRGCNConv"
+    ops = ("rgcn",)
+    conv = "FastRGCNConv"
+
+
+class CompiledPyGRelational(TorchCompiled, PyGRelational):
+    """``torch.compile`` of PyG's layers."""
+
+
+class Fasten(Implementation):
+    """RGCN on FASTEN's product of segments, whose factors are rounded to TF32 whatever torch allows.
+
+    As its layer does it, rows of sources are gathered in the order of relations, and products are scattered to targets.
+    That layer adds them up; a mean of each relation needs the share of each product first.
+
+    Source: https://github.com/Deep-Learning-Profiling-Tools/fasten, ``FastenRGCNConv``.
+    """
+
+    name = "fasten"
+    title = "FASTEN"
+    dtypes = ("float32", "tf32")
+    ops = ("rgcn",)
+
+    def reasons(self, case: RelationalCase, graph: EdgeList) -> list[str]:  # type: ignore[override]
+        if reasons := super().reasons(case, graph):
+            return reasons
+        try:
+            importlib.import_module(self.name)
+        except ImportError as error:
+            return ["fasten is not installed" if error.name == self.name else f"fasten cannot be imported: {error}"]
+        return []
+
+    def prepare(self, case: RelationalCase, graph: EdgeList, inputs: Inputs) -> Forward:  # type: ignore[override]
+        fasten = importlib.import_module(self.name)
+        edges = CaseEdges.of(graph)
+        kind, order = edges.edge_type.sort(stable=True)
+        source, target = edges.edge_index[:, order]
+        segments = fasten.compact_tensor_types(None, kind, is_sorted=True, device=graph.device)
+        pair = target * edges.num_relations + kind
+        _, inverse, counts = pair.unique(return_inverse=True, return_counts=True)
+        share = counts[inverse].float().reciprocal()[:, None]
+
+        def forward() -> Tensor:
+            x, weight = inputs["x"], inputs["weight"]
+            messages = fasten.ops.fasten_segment_matmul(x.index_select(0, source), weight, segments, fasten.Engine.AUTO)
+            out: Tensor = scatter(messages * share, target, dim_size=graph.num_dst, reduce="sum")
+            return out + torch.addmm(inputs["bias"], x, inputs["root"])
+
+        return forward
+
+
+class Hector(Implementation):
+    """Our programs by the passes that Hector has, on generated kernels; on a CPU the interpreter runs them as traced.
+
+    Aggregation before transformation and compact rows of targets are ours alone. Without compaction each value of a
+    relation has a row per edge.
+
+    Attributes:
+        passes: The passes that run.
+
+    Source: Wu et al., Hector: An Efficient Programming and Compilation Framework for Implementing Relational Graph
+        Neural Networks in GPU Architectures, ASPLOS 2024.
+    """
+
+    name = "hector"
+    title = "ours as Hector, plain"
+    is_ours = True
+    passes: ClassVar[Passes] = Passes(frozenset({"aggregate_first", "reorder", "compact"}), frozenset())
+
+    def prepare(self, case: RelationalCase, graph: EdgeList, inputs: Inputs) -> Forward:  # type: ignore[override]
+        edges = CaseEdges.of(graph)
+        node_type, reached = edges.node_type, edges.reached
+        types: dict[str, Any] = {"source_type": node_type, "target_type": node_type, "num_types": len(edges.sizes)}
+        related = compressed(replace(graph, edge_type=edges.edge_type))
+        rows = index_space_of(related, **(types if case.op == "hgt" else {}))
+
+        def run(program: Relational, tensors: Inputs) -> Tensor:
+            arguments = program, rows, tensors, ("out",), self.passes
+            # The rows do not keep their graph; this call does.
+            prepared = prepared_for(*arguments)
+            if related.device.type == "cuda" and isinstance(prepared, tuple):
+                raise UnsupportedError(prepared, what=self.title)
+            return apply(*arguments)["out"]
+
+        return lambda: case.spec.output({**inputs, "x_dst": inputs["x"]}, case.heads, run, edges.sizes, reached)
+
+
+class HectorCompact(Hector):
+    """With a row per distinct pair of source and relation."""
+
+    name = "hector_c"
+    title = "ours as Hector, compact"
+    passes: ClassVar[Passes] = Passes(frozenset({"aggregate_first", "reorder"}), frozenset({U}))
+
+
+class HectorReordered(Hector):
+    """With compact rows and reordered linear maps."""
+
+    name = "hector_cf"
+    title = "ours as Hector, compact and reordered"
+    passes: ClassVar[Passes] = Passes(frozenset({"aggregate_first"}), frozenset({U}))
+
+
+KINDS = (Ours, PyGRelational, FastPyG, CompiledPyGRelational, Fasten, Hector, HectorCompact, HectorReordered)
+RELATIONAL = Family(tuple(LAYERS), RelationalCase.of, {kind.name: kind for kind in KINDS})
