@@ -277,15 +277,13 @@ class Family:
     """All that the bench knows of a family of operations.
 
     Attributes:
-        ops: Names of its operations.
-        case: Makes a case of an operation and a size; raises a ValueError for a size of another form.
+        case: Class of its cases, whose titles name its operations.
         implementations: Implementations by name, ours first.
         check_groups: The cases of the correctness grid, in groups whose kernels are compiled together; where there is
             none, the rows of every experiment are checked all the same.
     """
 
-    ops: tuple[str, ...]
-    case: Callable[[str, str], Case]
+    case: type[Case]
     implementations: Mapping[str, type[Implementation]]
     check_groups: Callable[[], Mapping[str, list[Case]]] = field(default=dict)
 

@@ -9,7 +9,7 @@ from benchmarks.cases.segment import SEGMENT
 from pyg_dfgnn.errors import check_choice
 
 FAMILIES: tuple[Family, ...] = (ATTENTION, SEGMENT, RELATIONAL)
-FAMILY_OF: dict[str, Family] = {op: family for family in FAMILIES for op in family.ops}
+FAMILY_OF: dict[str, Family] = {op: family for family in FAMILIES for op in family.case.titles}
 """Name of an operation -> its family."""
 TITLES = {name: kind.title for family in FAMILIES for name, kind in family.implementations.items()}
 """Name of an implementation -> its name in tables and figures, which all families agree in."""
@@ -28,7 +28,7 @@ def case_of(op: str, size: str) -> Case:
         ValueError: The operation is unknown, or the size has another form.
     """
     check_choice("ops", op, tuple(FAMILY_OF))
-    return FAMILY_OF[op].case(op, size)
+    return FAMILY_OF[op].case.of(op, size)
 
 
 def implementation_of(op: str, name: str) -> Implementation | None:

@@ -428,4 +428,4 @@ class HectorReordered(Hector):
 
 
 KINDS = (Ours, PyGRelational, FastPyG, CompiledPyGRelational, Fasten, Hector, HectorCompact, HectorReordered)
-RELATIONAL = Family(tuple(LAYERS), RelationalCase.of, {kind.name: kind for kind in KINDS})
+RELATIONAL = Family(RelationalCase, {kind.name: kind for kind in KINDS})

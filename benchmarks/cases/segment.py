@@ -246,14 +246,10 @@ class SegmentReduce(Implementation):
         return forward
 
 
-IMPLEMENTATIONS: dict[str, type[Implementation]] = {
-    kind.name: kind for kind in (Fused, PyGSegment, CompiledPyGSegment, TorchCsr, TorchMm, SegmentReduce)
-}
-
-
 def check_groups() -> dict[str, list[Case]]:
     """The correctness grid: every operation at each width."""
     return {op: [SegmentCase(op, channels) for channels in CHECKED_CHANNELS] for op in AGGREGATIONS}
 
 
-SEGMENT = Family(tuple(AGGREGATIONS), SegmentCase.of, IMPLEMENTATIONS, check_groups)
+KINDS = (Fused, PyGSegment, CompiledPyGSegment, TorchCsr, TorchMm, SegmentReduce)
+SEGMENT = Family(SegmentCase, {kind.name: kind for kind in KINDS}, check_groups)

@@ -5,7 +5,7 @@ import torch
 
 from benchmarks import check
 from benchmarks.case import DTYPES
-from benchmarks.cases.attention.case import SCORES, AttentionCase
+from benchmarks.cases.attention import SCORES, AttentionCase
 from benchmarks.prepare import collect_specs, rounded_problem
 from benchmarks.results import Table
 from pyg_dfgnn.dispatch import core as dispatch

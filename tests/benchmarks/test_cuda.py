@@ -3,8 +3,7 @@
 import pytest
 
 from benchmarks import run
-from benchmarks.cases.attention.baselines import Flex
-from benchmarks.cases.attention.case import AttentionCase
+from benchmarks.cases.attention import AttentionCase, Flex
 from benchmarks.graphs import benchmark_graph
 from tests.benchmarks.quick import composed, read, results
 

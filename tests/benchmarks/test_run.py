@@ -8,9 +8,15 @@ import torch
 
 from benchmarks import CONFIGS, isolated, plots, run, table2, tables
 from benchmarks.case import Fused
-from benchmarks.cases.attention import IMPLEMENTATIONS
-from benchmarks.cases.attention.baselines import CompiledPyGAttention, Flex, PyGAttention, Unfused
-from benchmarks.cases.attention.case import SCORES, AttentionCase
+from benchmarks.cases.attention import (
+    ATTENTION,
+    SCORES,
+    AttentionCase,
+    CompiledPyGAttention,
+    Flex,
+    PyGAttention,
+    Unfused,
+)
 from benchmarks.experiment import Experiment
 from benchmarks.graphs import TABLE_1, benchmark_graph
 from benchmarks.loops.run import cases_of
@@ -176,7 +182,7 @@ def test_a_wrong_implementation_gets_no_time(kind, tmp_path, monkeypatch, capsys
             forward = super().prepare(case, graph, inputs)
             return lambda: forward() * (1.01 if kind is PyGAttention else 1.0001)
 
-    monkeypatch.setitem(IMPLEMENTATIONS, kind.name, Wrong)
+    monkeypatch.setitem(ATTENTION.implementations, kind.name, Wrong)
     options = ["graphs=[b]", "ops=[add]", f"implementations=[{kind.name}]", "dtypes=[float32]"]
     assert bench(tmp_path, *options) == (kind is Fused)
     rows = [row for row in read(tmp_path) if row["op"] == "add"]
@@ -205,7 +211,7 @@ def test_a_failure_is_a_row_and_the_run_goes_on(error, status, tmp_path, monkeyp
         def prepare(self, case, graph, inputs):
             raise error
 
-    monkeypatch.setitem(IMPLEMENTATIONS, "pyg", Failing)
+    monkeypatch.setitem(ATTENTION.implementations, "pyg", Failing)
     assert bench(tmp_path, "graphs=[b]", "ops=[dot]", "implementations=[pyg,unfused]") == 0
     listed = {(row["implementation"], row["direction"]): row["status"] for row in read(tmp_path)}
     assert listed["pyg", "fwd"] == status and listed["unfused", "fwd+bwd"] == "ok"

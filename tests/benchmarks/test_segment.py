@@ -10,7 +10,7 @@ from benchmarks.case import Fused, forward_backward
 from benchmarks.cases import case_of
 from benchmarks.cases.segment import (
     AGGREGATIONS,
-    IMPLEMENTATIONS,
+    SEGMENT,
     CompiledPyGSegment,
     PyGSegment,
     SegmentCase,
@@ -101,7 +101,7 @@ def test_a_tiny_version_of_the_experiment_runs_on_a_cpu(tmp_path):
     assert len(rows) == len(status) == 5 * 5 * 2
     assert status.pop(("max", "segment_reduce", "fwd+bwd")) in ("ok", "WRONG")
     for (op, implementation, _), text in status.items():
-        ops = IMPLEMENTATIONS[implementation].ops
+        ops = SEGMENT.implementations[implementation].ops
         has_it = ops is None or op in ops
         assert text == "ok" if has_it else text.startswith("not run: has no ")
 

@@ -9,7 +9,7 @@ from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 
 from benchmarks import CONFIGS, table2, table2_report, table2_steps
-from benchmarks.cases.attention import unfused_nn
+from benchmarks.cases import unfused_nn
 from benchmarks.table2_steps import PHASES, STEP_BY_STEP, Disagreement, Phases, Reference, StepPace, agree
 from tests.configs.train import train_config
 

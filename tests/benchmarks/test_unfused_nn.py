@@ -7,7 +7,7 @@ import torch
 import torch_geometric.nn as pyg
 from torch_geometric.utils import coalesce
 
-from benchmarks.cases.attention import unfused_nn
+from benchmarks.cases import unfused_nn
 from pyg_dfgnn.errors import UnsupportedError
 
 CONVS = {

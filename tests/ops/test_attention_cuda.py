@@ -401,7 +401,7 @@ def test_a_cached_call_never_waits_for_the_device(score, full):
 
 @pytest.mark.slow
 def test_host_time_of_a_launch():
-    from benchmarks.cases.attention.case import AttentionCase
+    from benchmarks.cases.attention import AttentionCase
     from benchmarks.graphs import benchmark_graph, compressed
     from benchmarks.timing import Timer
 

@@ -428,7 +428,7 @@ def test_cora_needs_no_more_than_its_name(tmp_path):
             r"'backend.settings.fallback' needs one of 'log', 'error'",
         ),
         (
-            ["backend.convs=benchmarks.cases.attention.unfused_nn", "model=gat"],
+            ["backend.convs=benchmarks.cases.unfused_nn", "model=gat"],
             UnsupportedError,
             r"attention dropout \(set model.dropout=0\)",
         ),

@@ -1,6 +1,6 @@
 """PyG's attention convs on the unfused sequence: SDDMM, row softmax, SpMM (cuSPARSE on a GPU), one head at a time.
 
-A namespace for models, `convs: benchmarks.cases.attention.unfused_nn`: parameters, initialisation and everything
+A namespace for models, `convs: benchmarks.cases.unfused_nn`: parameters, initialisation and everything
 around attention are PyG's. What the sequence cannot do (attention dropout, edge features, sparse adjacencies) raises.
 """
 
@@ -14,7 +14,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from torch_geometric.nn import Linear, conv
 from torch_geometric.utils import add_self_loops, remove_self_loops
 
-from benchmarks.cases.attention.baselines import unfused_attention
+from benchmarks.cases.attention import unfused_attention
 from benchmarks.cases.sparse import Sparse
 from pyg_dfgnn.errors import UnsupportedError
 
