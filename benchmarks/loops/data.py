@@ -1,18 +1,18 @@
-"""Batches of the loops, on the host: real molecules or made ones of their size, and generated graphs."""
+"""Batches of the loops, on the host: molecules, and generated graphs."""
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
-from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 from torch_geometric.data import Batch, Data, HeteroData
+
+from pyg_dfgnn import datasets
+from pyg_dfgnn.datasets.generators import nearest
 
 POOL = 10
 """Different batches of a loop; each step takes a fresh copy of one."""
@@ -25,17 +25,10 @@ MAG = (
     *(("paper", "topic", "field"), ("field", "rev_topic", "paper")),
 )
 MAG_NODES = {"paper": 736_389, "author": 1_134_649, "institution": 8_740, "field": 59_965}
+KEYS = "review by customer, review of product, order by customer, order of product, product in category"
 TABLES = tuple(
     relation
-    for child, key, parent in (
-        *(
-            ("review", "by", "customer"),
-            ("review", "of", "product"),
-            ("order", "by", "customer"),
-            ("order", "of", "product"),
-        ),
-        *(("product", "in", "category"), ("customer", "likes", "category")),
-    )
+    for child, key, parent in (key.split() for key in f"{KEYS}, customer likes category".split(", "))
     for relation in ((child, key, parent), (parent, f"rev_{key}_{child}", child))
 )
 TABLES_NODES = {"customer": 200_000, "product": 50_000, "review": 2_000_000, "order": 1_000_000, "category": 1_000}
@@ -75,82 +68,36 @@ def _grouped(graphs: Sequence[Data], batch_size: int) -> list[list[Data]]:
     return [[graphs[i].clone() for i in part] for part in order[:count].view(POOL, batch_size).tolist()]
 
 
-def _file(name: str) -> Path | None:
-    root = os.environ.get("PYG_DFGNN_DATA")
-    places = [root] if root else ["data", "../shared/data"]
-    paths = [Path(place) / "molecules" / f"{name}.npz" for place in places]
-    return next((path for path in paths if path.exists()), None)
-
-
-def _undirected(bonds: Tensor, kinds: Tensor) -> dict[str, Tensor]:
-    return {"edge_index": torch.cat([bonds, bonds.flip(0)], dim=1), "edge_attr": torch.cat([kinds, kinds])}
+def _origin(task: datasets.Task) -> str:
+    return "generated" if task.synthetic else task.name
 
 
 @cache
 def molecules(batch_size: int) -> HostBatches:
-    """Drug-like molecules with bonds: the set of solubilities, else made ones of about 13 atoms."""
-    path, graphs = _file("solubility"), []
-    if path is not None:
-        file = np.load(path)
-        numbers, bonds, orders, targets = (
-            torch.from_numpy(file[name].astype(kind))
-            for name, kind in (
-                ("atomic_number", np.int64),
-                ("bonds", np.int64),
-                ("bond_order", np.int64),
-                ("log_solubility", np.float32),
-            )
-        )
-        atoms, edges = file["atom_ptr"].tolist(), file["bond_ptr"].tolist()
-        for i in range(len(targets)):
-            mine = slice(edges[i], edges[i + 1])
-            parts = _undirected(bonds[mine].t(), orders[mine])
-            graphs.append(Data(x=numbers[atoms[i] : atoms[i + 1]], y=targets[i : i + 1], **parts))
-    else:
-        generator = rng(1)
-        for size in torch.randn(1_000, generator=generator).mul(5).add(13).clamp(3, 30).long().tolist():
-            parents = (torch.rand(size - 1, generator=generator) * torch.arange(1, size)).long()
-            bonds = torch.stack([parents, torch.arange(1, size)])
-            parts = _undirected(bonds, torch.randint(1, 4, (size - 1,), generator=generator))
-            x = torch.randint(1, 20, (size,), generator=generator)
-            graphs.append(Data(x=x, y=torch.randn(1, generator=generator), **parts))
-    return _batched(_grouped(graphs, batch_size), "generated" if path is None else path.stem)
+    """Drug-like molecules with bonds, by their elements and the orders of the bonds."""
+    task = datasets.solubility()
+    graphs = [
+        # The last column is the charge.
+        Data(x=graph.x[:, :-1].argmax(1), edge_index=graph.edge_index, edge_attr=graph.edge_attr.argmax(1), y=graph.y)
+        for graph in task.splits["train"]
+    ]
+    return _batched(_grouped(graphs, batch_size), _origin(task))
 
 
 @cache
 def qm9(batch_size: int, has_positions: bool = False) -> HostBatches:
-    """Molecules of QM9 with edges between atoms within 5 Angstrom, else made ones of 18 atoms.
+    """Molecules of QM9 with edges between atoms within 5 Angstrom.
 
     Args:
         batch_size: Molecules of a batch.
         has_positions: Whether they have positions, in place of functions of the lengths of edges.
     """
-    path, graphs, count = _file("qm9_24k"), [], min(POOL * batch_size, 20_000)
-    if path is not None:
-        file = np.load(path)
-        numbers, targets = torch.from_numpy(file["atomic_number"].astype(np.int64)), file["targets"][:, 4]
-        positions, pointers = torch.from_numpy(file["position"]), file["atom_ptr"].tolist()
-        y = torch.from_numpy(((targets - targets.mean()) / targets.std()).astype(np.float32))
-        spans = enumerate(zip(pointers, pointers[1:]))
-        molecules = [(numbers[a:b], positions[a:b], y[i : i + 1]) for i, (a, b) in spans]
-    else:
-        generator = rng(2)
-        molecules = [
-            (
-                torch.randint(1, 10, (18,), generator=generator),
-                3.2 * torch.rand(18, 3, generator=generator) * torch.tensor([2.0, 1.0, 1.0]),
-                torch.randn(1, generator=generator),
-            )
-            for _ in range(count)
-        ]
-    centres = torch.linspace(0, RADIUS, 16)
-    for x, position, target in molecules[:count]:
-        distance = torch.cdist(position, position)
-        edges = ((distance < RADIUS) & ~torch.eye(len(x), dtype=torch.bool)).nonzero().t()
-        lengths = distance[edges[0], edges[1]].view(-1, 1)
-        more = {"pos": position} if has_positions else {"edge_attr": torch.exp(-2 * (lengths - centres) ** 2)}
-        graphs.append(Data(x=x, edge_index=edges, y=target, **more))
-    return _batched(_grouped(graphs, batch_size), "generated" if path is None else path.stem)
+    task = datasets.qm9(radius=RADIUS, num_graphs=min(POOL * batch_size, 20_000))
+    centres, graphs = torch.linspace(0, RADIUS, 16), []
+    for graph in task.splits["train"]:
+        more = {"pos": graph.pos} if has_positions else {"edge_attr": torch.exp(-2 * (graph.edge_attr - centres) ** 2)}
+        graphs.append(Data(x=graph.x.argmax(1), edge_index=graph.edge_index, y=graph.y, **more))
+    return _batched(_grouped(graphs, batch_size), _origin(task))
 
 
 @cache
@@ -324,7 +271,7 @@ def meshes(count: int, nodes: int, width: int, edge_width: int) -> HostBatches:
     """Meshes in one graph, each of points in a square that are joined to their 8 nearest, with features of both."""
     generator = rng(5)
     points = torch.rand(count, nodes, 2, generator=generator)
-    near = torch.cdist(points, points).topk(9, largest=False).indices[:, :, 1:]
+    near = nearest(points, None, 8)
     first = torch.arange(count).view(-1, 1, 1) * nodes
     edge_index = torch.stack([(near + first).flatten(), torch.arange(count * nodes).repeat_interleave(8)])
     x = torch.randn(count * nodes, width, generator=generator)
