@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch_geometric.utils import degree
 
 from benchmarks.loops import data, layers
-from benchmarks.loops.data import MAG, MAG_NODES, TABLES, TABLES_NODES, HostBatches
+from benchmarks.loops.data import MAG, MAG_NODES, TABLES, HostBatches
 
 NOT_CAPTURED = "each step has new edges that are no batch of small graphs, or a layer waits for the device"
 
@@ -79,6 +79,15 @@ def _reads(*names: str) -> Callable[[nn.Module, Any], Tensor]:
 _call = _reads("x", "edge_index")
 
 
+Convs = Callable[[int, Any], Any]
+"""(width, batch) -> the convs of a model."""
+
+
+def _stack(model: Callable[[Any], nn.Module], convs: Convs, width: int) -> Callable[[Any], nn.Module]:
+    """Return what makes a model of convs of a width from the first batch."""
+    return lambda batch: model(convs(width, batch))
+
+
 GRAPH_LEVEL: dict[str, tuple[Callable[[int, Any], nn.Module], bool]] = {
     # (width, batch) -> conv, and whether it takes edge features.
     "gin": (lambda w, _: pyg.GINConv(_mlp(w, w)), False),
@@ -94,17 +103,17 @@ GRAPH_LEVEL: dict[str, tuple[Callable[[int, Any], nn.Module], bool]] = {
 }
 
 
+def _graph_model(conv: Callable[[int, Any], nn.Module], takes_edges: bool, width: int, batch: Any) -> nn.Module:
+    return layers.GraphLevel(batch, [conv(width, batch) for _ in range(4)], width, takes_edges)
+
+
 def _graph_level(loop: str, prefix: str, source: Callable[[], HostBatches], width: int) -> Iterator[LoopCase]:
-    for name, (conv, takes_edges) in GRAPH_LEVEL.items():
-
-        def make(batch: Any, conv: Any = conv, takes_edges: bool = takes_edges) -> nn.Module:
-            return layers.GraphLevel(batch, [conv(width, batch) for _ in range(4)], width, takes_edges)
-
-        size = f"{prefix}-h{width}"
+    call = _reads("x", "edge_index", "edge_attr", "batch", "num_graphs")
+    for name, conv in GRAPH_LEVEL.items():
         # The dense attention of GPS asks the device for the largest graph.
         capture = "" if name == "gps" else "graphs"
-        call = _reads("x", "edge_index", "edge_attr", "batch", "num_graphs")
-        yield LoopCase(loop, name, size, source, make, call, _weighted_square, capture=capture)
+        make = partial(_graph_model, *conv, width)
+        yield LoopCase(loop, name, f"{prefix}-h{width}", source, make, call, _weighted_square, capture=capture)
 
 
 def _molecules(small: bool) -> Iterator[LoopCase]:
@@ -120,76 +129,48 @@ def _superpixels(small: bool) -> Iterator[LoopCase]:
     yield from _graph_level("superpixels", f"b{batch}", partial(data.superpixels, batch, nodes), 16 if small else 64)
 
 
-def _call_blocks(model: nn.Module, batch: Any) -> Tensor:
-    edges = [batch.edge_index_1, batch.edge_index_0]
-    return model(batch.x, edges, [batch.rows_1, batch.rows_0])  # type: ignore[no-any-return]
+def _hetero_convs(relations: Sequence[data.Relation], layer: Callable[[], nn.Module]) -> nn.Module:
+    return pyg.HeteroConv({relation: layer() for relation in relations})
 
 
-def _call_hetero(model: nn.Module, batch: Any) -> Tensor:
-    (labels,) = batch.y_dict.values()
-    return model(batch.x_dict, batch.edge_index_dict, labels.size(0))  # type: ignore[no-any-return]
-
-
-def _hetero_classes(out: Tensor, batch: Any) -> Tensor:
-    (labels,) = batch.y_dict.values()
-    return F.cross_entropy(out, labels)
-
-
-def _call_typed(model: nn.Module, batch: Any) -> Tensor:
-    return model(batch.x, batch.edge_index, batch.edge_type, batch.y.size(0))  # type: ignore[no-any-return]
-
-
-def _to_hetero(make: Callable[[], nn.Module]) -> nn.Module:
-    """Return a conv for each relation of the tables, in a model that PyG generates."""
-    generated: nn.Module = pyg.to_hetero(layers.OfOneType(make()), (list(TABLES_NODES), list(TABLES)))
+def _generated_convs(relations: Sequence[data.Relation], layer: Callable[[], nn.Module]) -> nn.Module:
+    """Return a conv for each relation, in a model that PyG generates."""
+    kinds = list(dict.fromkeys(relation[0] for relation in relations))
+    generated: nn.Module = pyg.to_hetero(layers.OfOneType(layer()), (kinds, list(relations)))
     return generated
 
 
 def _sampled(small: bool) -> Iterator[LoopCase]:
     seeds, fans, width = (16, (5, 3), 16) if small else (1024, (25, 10), 256)
-    size, place = f"s{seeds}-h{width}", (seeds, fans, small)
-    blocks = partial(data.sampled, *place)
-    yield LoopCase(
-        *("sampled", "sage", size, blocks),
-        lambda _: layers.Blocks([pyg.SAGEConv(100, width), pyg.SAGEConv(width, 47)]),
-        _call_blocks,
-        _classes,
-    )
-    yield LoopCase(
-        *("sampled", "gat", size, blocks),
-        lambda _: layers.Blocks([pyg.GATConv(100, width // 4, heads=4), pyg.GATConv(width, 47, heads=1)]),
-        _call_blocks,
-        _classes,
-    )
+    blocks, size = partial(data.sampled, seeds, fans, small), f"s{seeds}-h{width}"
+    call = _reads("x", "edge_index_1", "rows_1", "edge_index_0", "rows_0")
+    sage = _stack(layers.Blocks, lambda w, _: [pyg.SAGEConv(100, w), pyg.SAGEConv(w, 47)], width)
+    gat = _stack(layers.Blocks, lambda w, _: [pyg.GATConv(100, w // 4, heads=4), pyg.GATConv(w, 47, heads=1)], width)
+    yield LoopCase("sampled", "sage", size, blocks, sage, call, _classes)
+    yield LoopCase("sampled", "gat", size, blocks, gat, call, _classes)
+
     width = 16 if small else 64
     size = f"s{seeds}-h{width}"
-    yield LoopCase(
-        *("sampled", "rgcn", size, partial(data.sampled_mag_typed, *place)),
-        lambda _: layers.Typed([pyg.RGCNConv(128, width, len(MAG)), pyg.RGCNConv(width, 349, len(MAG))]),
-        _call_typed,
-        _classes,
-    )
-    hetero, kinds = partial(data.sampled_mag, *place), list(MAG_NODES)
+    rgcn = _stack(layers.Typed, lambda w, _: [pyg.RGCNConv(128, w, len(MAG)), pyg.RGCNConv(w, 349, len(MAG))], width)
+    call = _reads("x", "edge_index", "edge_type", "num_seeds")
+    yield LoopCase("sampled", "rgcn", size, partial(data.sampled_mag_typed, seeds, fans, small), rgcn, call, _classes)
 
-    def convs(make: Callable[[], nn.Module], kinds: Sequence[str] = kinds) -> Callable[[Any], nn.Module]:
-        return lambda batch: layers.Hetero(kinds, [make() for _ in range(2)], width, *batch.y_dict)
+    mag = partial(data.sampled_mag, seeds, fans, small), MAG
+    tables = partial(data.sampled_tables, seeds // 2, fans, small), TABLES
 
-    def each(relations: Sequence[data.Relation], make: Callable[[], nn.Module]) -> Callable[[], nn.Module]:
-        return lambda: pyg.HeteroConv({relation: make() for relation in relations})
+    def case(name: str, place: tuple[Any, Sequence[data.Relation]], conv: Callable[[], nn.Module]) -> LoopCase:
+        source, relations = place
+        kinds, start = list(dict.fromkeys(relation[0] for relation in relations)), relations[0][2]
+        make = _stack(partial(layers.Hetero, kinds, width, start), lambda *_: [conv() for _ in range(2)], width)
+        call = _reads("x_dict", "edge_index_dict", "num_seeds")
+        return LoopCase("sampled", name, size, source, make, call, _classes)
 
-    def attention() -> nn.Module:
-        return pyg.GATConv((width, width), width // 4, heads=4, add_self_loops=False)
-
-    hgt = convs(lambda: pyg.HGTConv(width, width, (kinds, list(MAG)), heads=4))
-    yield LoopCase("sampled", "hgt", size, hetero, hgt, _call_hetero, _hetero_classes)
-    tables = partial(data.sampled_tables, seeds // 2, *place[1:])
-    for name, layer in (("sage", lambda: pyg.SAGEConv((width, width), width)), ("gat", attention)):
-        mag = convs(each(MAG, layer))
-        yield LoopCase("sampled", f"hetero_{name}", size, hetero, mag, _call_hetero, _hetero_classes)
-        of_tables = convs(each(TABLES, layer), list(TABLES_NODES))
-        yield LoopCase("sampled", f"tables_{name}", size, tables, of_tables, _call_hetero, _hetero_classes)
-        generated = convs(partial(_to_hetero, layer), list(TABLES_NODES))
-        yield LoopCase("sampled", f"to_hetero_{name}", size, tables, generated, _call_hetero, _hetero_classes)
+    yield case("hgt", mag, lambda: pyg.HGTConv(width, width, (list(MAG_NODES), list(MAG)), heads=4))
+    attention = partial(pyg.GATConv, (width, width), width // 4, heads=4, add_self_loops=False)
+    for name, layer in (("sage", partial(pyg.SAGEConv, (width, width), width)), ("gat", attention)):
+        yield case(f"hetero_{name}", mag, partial(_hetero_convs, MAG, layer))
+        yield case(f"tables_{name}", tables, partial(_hetero_convs, TABLES, layer))
+        yield case(f"to_hetero_{name}", tables, partial(_generated_convs, TABLES, layer))
 
 
 TWO_LAYERS: dict[str, Callable[[int, int, Any], nn.Module]] = {
@@ -209,14 +190,16 @@ TWO_LAYERS: dict[str, Callable[[int, int, Any], nn.Module]] = {
 }
 
 
+def _classifier(name: str, width: int, batch: Any) -> list[nn.Module]:
+    conv = TWO_LAYERS[name]
+    return [conv(width, width, batch), conv(width, 7, batch)]
+
+
 def _small(small: bool) -> Iterator[LoopCase]:
     nodes, edges, width = (30, 90, 8) if small else (2708, 10880, 64)
-    for name, conv in TWO_LAYERS.items():
-
-        def make(batch: Any, conv: Any = conv) -> nn.Module:
-            return layers.NodeLevel(conv(width, width, batch), conv(width, 7, batch))
-
-        source = partial(data.graphs, nodes, edges, width, 1)
+    source = partial(data.graphs, nodes, edges, width, 1)
+    for name in TWO_LAYERS:
+        make = _stack(layers.NodeLevel, partial(_classifier, name), width)
         yield LoopCase("small", name, "cora", source, make, _call, _classes, fresh=(), capture="whole")
 
 
@@ -227,55 +210,44 @@ LARGE = {"arxiv": (169_343, 1_166_243, 128, 1.0), "reddit": (50_000, 20_000_000,
 def _large(small: bool) -> Iterator[LoopCase]:
     for size, (nodes, edges, width, power) in LARGE.items():
         nodes, edges, width = (30, 90, 8) if small else (nodes, edges, width)
-        source = partial(data.graphs, nodes, edges, width, 1, 1, 0, power)
+        source = partial(data.graphs, nodes, edges, width, 1, power=power)
         for name in ("gcn", "sage", "gat"):
-
-            def make(batch: Any, conv: Any = TWO_LAYERS[name], width: int = width) -> nn.Module:
-                return layers.NodeLevel(conv(width, width, batch), conv(width, 7, batch))
-
+            make = _stack(layers.NodeLevel, partial(_classifier, name), width)
             yield LoopCase("large", name, size, source, make, _call, _classes, fresh=(), capture="whole")
+
+
+def _cell(conv: Callable[[int, int], nn.Module], width: int, _: Any) -> list[nn.Module]:
+    return [conv(2 + width, 2 * width), conv(2 + width, width)]
 
 
 def _temporal(small: bool) -> Iterator[LoopCase]:
     shape, width = ((20, 60, 2, 3), 8) if small else ((207, 1722, 32, 12), 64)
+    source, size = partial(data.series, *shape), f"b{shape[2]}-t{shape[3]}"
+    call, fresh = _reads("x", "edge_index", "edge_weight"), ("x", "target")
     for name, conv in (("gcn", pyg.GCNConv), ("diffusion", layers.Diffusion)):
-
-        def make(_: Any, conv: Any = conv) -> nn.Module:
-            return layers.Recurrent(conv(2 + width, 2 * width), conv(2 + width, width), width)
-
-        options: dict[str, Any] = {"fresh": ("x", "target"), "capture": "whole"}
-        source = partial(data.series, *shape)
-        call, size = _reads("x", "edge_index", "edge_weight"), f"b{shape[2]}-t{shape[3]}"
-        yield LoopCase("temporal", name, size, source, make, call, _numbers, **options)
-
-
-def _call_clouds(model: nn.Module, batch: Any) -> Tensor:
-    return model(batch.x, batch.y.size(0))  # type: ignore[no-any-return]
+        make = _stack(partial(layers.Recurrent, width), partial(_cell, conv), width)
+        yield LoopCase("temporal", name, size, source, make, call, _numbers, fresh, "whole")
 
 
 def _dynamic(small: bool) -> Iterator[LoopCase]:
     count, points, k = (2, 16, 4) if small else (32, 1024, 20)
-    source, size = partial(data.clouds, count, points), f"{count}x{points}-k{k}"
-
-    def edge(_: Any) -> nn.Module:
-        return layers.Clouds([pyg.EdgeConv(_mlp(6, 64)), pyg.EdgeConv(_mlp(128, 128))], 128, k, False)
-
-    def transformer(_: Any) -> nn.Module:
-        convs: list[nn.Module] = [pyg.PointTransformerConv(3, 32), pyg.PointTransformerConv(32, 64)]
-        return layers.Clouds(convs, 64, k, True)
-
-    yield LoopCase("dynamic", "edgeconv", size, source, edge, _call_clouds, _classes)
-    yield LoopCase("dynamic", "point_transformer", size, source, transformer, _call_clouds, _classes)
+    source, size, call = partial(data.clouds, count, points), f"{count}x{points}-k{k}", _reads("x", "num_clouds")
+    models: dict[str, tuple[Convs, int]] = {
+        "edgeconv": (lambda w, _: [pyg.EdgeConv(_mlp(6, w // 2)), pyg.EdgeConv(_mlp(w, w))], 128),
+        "point_transformer": (
+            lambda w, _: [pyg.PointTransformerConv(3, w // 2), pyg.PointTransformerConv(w // 2, w)],
+            64,
+        ),
+    }
+    for name, (convs, width) in models.items():
+        make = _stack(partial(layers.Clouds, width, k), convs, width)
+        yield LoopCase("dynamic", name, size, source, make, call, _classes)
 
 
 def _relations(small: bool) -> Iterator[LoopCase]:
     nodes, edges, width = (30, 90, 8) if small else (50_000, 600_000, 64)
-
-    def make(_: Any) -> nn.Module:
-        return layers.NodeLevel(layers.RelationsByHand(width, 8), layers.RelationsByHand(width, 8))
-
-    source = partial(data.graphs, nodes, edges, width, 2, 8)
-    call = _reads("x", "edge_index", "edge_type")
+    source, call = partial(data.graphs, nodes, edges, width, 2, 8), _reads("x", "edge_index", "edge_type")
+    make = _stack(layers.NodeLevel, lambda w, _: [layers.RelationsByHand(w, 8) for _ in range(2)], width)
     yield LoopCase("relations", "rgcn_by_hand", f"e{edges}", source, make, call, _numbers)
 
 
@@ -292,14 +264,16 @@ OWN: dict[str, tuple[Callable[[int], nn.Module], bool]] = {
 }
 
 
+def _own_layers(name: str, width: int, _: Any) -> list[nn.Module]:
+    layer, _ = OWN[name]
+    # The first layer of GatedGCN makes features of edges as wide as those of nodes.
+    return [layer(width), layers.GatedGCN(width, width) if name == "gatedgcn" else layer(width)]
+
+
 def _own(small: bool) -> Iterator[LoopCase]:
     nodes, edges, width = (30, 90, 8) if small else (10_000, 60_000, 64)
-    for name, (layer, takes_edges) in OWN.items():
-
-        def make(_: Any, layer: Any = layer, takes_edges: bool = takes_edges) -> nn.Module:
-            second = layers.GatedGCN(width, width) if layer is OWN["gatedgcn"][0] else layer(width)
-            return layers.NodeLevel(layer(width), second)
-
+    for name, (_, takes_edges) in OWN.items():
+        make = _stack(layers.NodeLevel, partial(_own_layers, name), width)
         call = _reads("x", "edge_index", "edge_attr") if takes_edges else _call
         for size, pool, fresh in (("new", data.POOL, None), ("same", 1, ())):
             source = partial(data.graphs, nodes, edges, width, pool)
@@ -327,16 +301,17 @@ EDGE_NETWORKS: dict[str, tuple[Callable[[int, int], nn.Module], int]] = {
 }
 
 
+def _edge_layers(name: str, edge_width: int, width: int, _: Any) -> list[nn.Module]:
+    return [EDGE_NETWORKS[name][0](width, edge_width) for _ in range(2)]
+
+
 def _edge_networks(small: bool) -> Iterator[LoopCase]:
-    for name, (layer, width) in EDGE_NETWORKS.items():
+    call = _reads("x", "edge_index", "pos", "edge_attr")
+    for name, (_, width) in EDGE_NETWORKS.items():
         count, nodes, width = (2, 12, 8) if small else (1024, 71, width)
         edge_width = width if name == "meshgraphnet" else 16
-
-        def make(_: Any, layer: Any = layer, sizes: tuple[int, int] = (width, edge_width)) -> nn.Module:
-            return layers.OnMeshes([layer(*sizes) for _ in range(2)])
-
+        make = _stack(layers.OnMeshes, partial(_edge_layers, name, edge_width), width)
         source = partial(data.meshes, count, nodes, width, edge_width)
-        call = _reads("x", "edge_index", "pos", "edge_attr")
         yield LoopCase("edge_networks", name, f"h{width}", source, make, call, _numbers, (), "whole")
 
 
@@ -355,42 +330,40 @@ def _energies_and_forces(out: tuple[Tensor, Tensor], batch: Any) -> Tensor:
     return _weighted_square(energies, batch) + total
 
 
+BLOCKS: dict[str, Callable[[int], nn.Module]] = {
+    "schnet": lambda w: layers.FilterBlock(w, layers.BASIS),
+    "painn": lambda w: layers.VectorBlock(w, layers.BASIS),
+}
+
+
+def _force_blocks(name: str, width: int, _: Any) -> list[nn.Module]:
+    return [BLOCKS[name](width) for _ in range(3)]
+
+
 def _forces(small: bool) -> Iterator[LoopCase]:
     batch, width = (4, 8) if small else (128, 64)
-    blocks: dict[str, Callable[[], nn.Module]] = {
-        "schnet": lambda: layers.FilterBlock(width, layers.BASIS),
-        "painn": lambda: layers.VectorBlock(width, layers.BASIS),
-    }
-    for name, block in blocks.items():
-
-        def make(_: Any, block: Any = block) -> nn.Module:
-            return layers.Energies([block() for _ in range(3)], width)
-
-        source = partial(data.qm9, batch, True)
-        size, call, loss = f"qm9-b{batch}-h{width}", _call_forces, _energies_and_forces
-        yield LoopCase("forces", name, size, source, make, call, loss, capture="graphs")
+    source, size = partial(data.qm9, batch, True), f"qm9-b{batch}-h{width}"
+    for name in BLOCKS:
+        make = _stack(partial(layers.Energies, width), partial(_force_blocks, name), width)
+        yield LoopCase("forces", name, size, source, make, _call_forces, _energies_and_forces, capture="graphs")
 
 
-HOST: dict[str, Callable[[int], nn.Module]] = {
-    **{
-        name: lambda w, conv=TWO_LAYERS[name]: conv(w, w, None)  # type: ignore[misc]
-        for name in ("gcn", "sage", "sage_max", "gin", "graphconv", "gat", "transformer", "gen")
-    },
-    "le": lambda w: pyg.LEConv(w, w),
-    "linear": lambda w: layers.Adapted(nn.Linear(w, w), 0),
+HOST = {
+    **{name: TWO_LAYERS[name] for name in ("gcn", "sage", "sage_max", "gin", "graphconv", "gat", "transformer", "gen")},
+    "le": lambda i, o, _: pyg.LEConv(i, o),
+    "linear": lambda i, o, _: layers.Adapted(nn.Linear(i, o), 0),
 }
+"""Single layers, as in :data:`TWO_LAYERS`."""
 
 
 def _host(small: bool) -> Iterator[LoopCase]:
     nodes, edges, width = (30, 90, 8) if small else (2708, 10880, 64)
+    source = partial(data.graphs, nodes, edges, width, 1)
     for name, layer in HOST.items():
+        make = partial(layer, width, width)
         for size, fresh in (("known", ()), ("new", ("edge_index",))):
             if name != "linear" or size == "known":
-                source = partial(data.graphs, nodes, edges, width, 1)
-                yield LoopCase(
-                    *("host", name, size, source, lambda _, layer=layer: layer(width), _call_layer, _numbers, fresh),  # type: ignore[misc]
-                    trains=False,
-                )
+                yield LoopCase("host", name, size, source, make, _call_layer, _numbers, fresh, trains=False)
 
 
 LOOPS: dict[str, Callable[[bool], Iterator[LoopCase]]] = {

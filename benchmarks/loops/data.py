@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache, partial
 from typing import Any
 
@@ -25,10 +25,13 @@ MAG = (
     *(("paper", "topic", "field"), ("field", "rev_topic", "paper")),
 )
 MAG_NODES = {"paper": 736_389, "author": 1_134_649, "institution": 8_740, "field": 59_965}
-KEYS = "review by customer, review of product, order by customer, order of product, product in category"
+KEYS = (
+    "review by customer, review of product, order by customer, order of product, product in category, "
+    "customer likes category"
+)
 TABLES = tuple(
     relation
-    for child, key, parent in (key.split() for key in f"{KEYS}, customer likes category".split(", "))
+    for child, key, parent in (key.split() for key in KEYS.split(", "))
     for relation in ((child, key, parent), (parent, f"rev_{key}_{child}", child))
 )
 TABLES_NODES = {"customer": 200_000, "product": 50_000, "review": 2_000_000, "order": 1_000_000, "category": 1_000}
@@ -46,7 +49,7 @@ class HostBatches:
     """
 
     batches: list[Any]
-    groups: list[list[Data]]
+    groups: list[list[Data]] = field(default_factory=list)
     origin: str = "generated"
 
 
@@ -194,7 +197,7 @@ def sampled(seeds: int, fans: tuple[int, ...], small: bool) -> HostBatches:
         generator = rng(seed)
         x, y = torch.randn(sizes["n"], 100, generator=generator), torch.randint(47, (seeds,), generator=generator)
         batches.append(Data(x=x, y=y, **blocks, **rows))
-    return HostBatches(batches, [])
+    return HostBatches(batches)
 
 
 def _sampled_types(
@@ -215,9 +218,9 @@ def _sampled_types(
             data[kind].x = torch.randn(size, 128, generator=generator)
         for relation in relations:
             data[relation].edge_index = torch.cat([layer[relation] for layer in layers], dim=1)
-        data[relations[0][-1]].y = torch.randint(classes, (seeds,), generator=generator)
+        data.y, data.num_seeds = torch.randint(classes, (seeds,), generator=generator), seeds
         batches.append(data)
-    return HostBatches(batches, [])
+    return HostBatches(batches)
 
 
 sampled_mag = cache(partial(_sampled_types, MAG, MAG_NODES, 349))
@@ -229,20 +232,8 @@ sampled_tables = cache(partial(_sampled_types, TABLES, TABLES_NODES, 2))
 @cache
 def sampled_mag_typed(seeds: int, fans: tuple[int, ...], small: bool) -> HostBatches:
     """The subgraphs of :func:`sampled_mag` with all nodes in one tensor, papers first, and a type per edge."""
-    batches = []
-    for hetero in sampled_mag(seeds, fans, small).batches:
-        offsets, total = {}, 0
-        for kind in MAG_NODES:
-            offsets[kind], total = total, total + hetero[kind].num_nodes
-        edges, types = [], []
-        for i, relation in enumerate(MAG):
-            edge_index = hetero[relation].edge_index
-            edges.append(edge_index + torch.tensor([[offsets[relation[0]]], [offsets[relation[2]]]]))
-            types.append(torch.full((edge_index.size(1),), i))
-        x = torch.cat([hetero[kind].x for kind in MAG_NODES])
-        data = Data(x=x, edge_index=torch.cat(edges, dim=1), edge_type=torch.cat(types), y=hetero["paper"].y)
-        batches.append(data)
-    return HostBatches(batches, [])
+    subgraphs = sampled_mag(seeds, fans, small).batches
+    return HostBatches([subgraph.to_homogeneous(add_node_type=False) for subgraph in subgraphs])
 
 
 @cache
@@ -263,7 +254,7 @@ def graphs(
                 target=torch.randn(nodes, width, generator=generator),
             )
         )
-    return HostBatches(batches, [])
+    return HostBatches(batches)
 
 
 @cache
@@ -293,7 +284,7 @@ def series(nodes: int, edges: int, batch: int, steps: int) -> HostBatches:
         x = torch.randn(batch, steps, nodes, 2, generator=generator)
         target = torch.randn(batch, nodes, 1, generator=generator)
         batches.append(Data(x=x, edge_index=edge_index, edge_weight=weight, target=target, num_nodes=nodes))
-    return HostBatches(batches, [])
+    return HostBatches(batches)
 
 
 @cache
@@ -303,5 +294,5 @@ def clouds(count: int, points: int) -> HostBatches:
     for seed in range(POOL):
         generator = rng(seed)
         x = torch.randn(count * points, 3, generator=generator)
-        batches.append(Data(x=x, y=torch.randint(40, (count,), generator=generator)))
-    return HostBatches(batches, [])
+        batches.append(Data(x=x, y=torch.randint(40, (count,), generator=generator), num_clouds=count))
+    return HostBatches(batches)

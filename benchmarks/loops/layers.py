@@ -11,7 +11,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch_geometric.nn import MessagePassing, global_mean_pool
+from torch_geometric.nn import MessagePassing, PointTransformerConv, global_mean_pool
 from torch_geometric.utils import scatter, softmax
 
 from pyg_dfgnn.models.continuous_filter import ContinuousFilterConv
@@ -192,9 +192,10 @@ class Diffusion(MessagePassing):
 class Recurrent(nn.Module):
     """A gated recurrent cell with graph convs in place of its products, unrolled over `x [B, T, N, F]`."""
 
-    def __init__(self, gates: nn.Module, candidate: nn.Module, width: int) -> None:
+    def __init__(self, width: int, convs: list[nn.Module]) -> None:
         super().__init__()
-        self.gates, self.candidate, self.width, self.head = gates, candidate, width, nn.Linear(width, 1)
+        self.gates, self.candidate = convs
+        self.width, self.head = width, nn.Linear(width, 1)
 
     def forward(self, x: Tensor, edge_index: Tensor, edge_weight: Tensor) -> Tensor:
         state = x.new_zeros(x.size(0), x.size(2), self.width)
@@ -239,9 +240,9 @@ class GraphLevel(nn.Module):
 class NodeLevel(nn.Module):
     """Two convs with a SiLU between them, called with `x`, `edge_index` and what else the conv takes."""
 
-    def __init__(self, first: nn.Module, second: nn.Module) -> None:
+    def __init__(self, convs: list[nn.Module]) -> None:
         super().__init__()
-        self.first, self.second = first, second
+        self.first, self.second = convs
 
     def forward(self, x: Tensor, edge_index: Tensor, *edge: Tensor) -> Tensor:
         out = self.first(x, edge_index, *edge)
@@ -257,17 +258,18 @@ class Blocks(nn.Module):
         super().__init__()
         self.convs = nn.ModuleList(convs)
 
-    def forward(self, x: Tensor, edges: list[Tensor], rows: list[int]) -> Tensor:
-        for i, (conv, edge_index, count) in enumerate(zip(self.convs, edges, rows)):
+    def forward(self, x: Tensor, *blocks: Any) -> Tensor:
+        for i, conv in enumerate(self.convs):
+            edge_index, count = blocks[2 * i : 2 * i + 2]
             x = conv((x, x[:count]), edge_index)
-            x = F.silu(x) if i + 1 < len(rows) else x
+            x = F.silu(x) if i + 1 < len(self.convs) else x
         return x
 
 
 class Hetero(nn.Module):
     """A linear map per type, two convs on dictionaries, logits of the first nodes of a type."""
 
-    def __init__(self, kinds: Sequence[str], convs: list[nn.Module], width: int, seeds: str = "paper") -> None:
+    def __init__(self, kinds: Sequence[str], width: int, seeds: str, convs: list[nn.Module]) -> None:
         super().__init__()
         self.seeds = seeds
         self.encode = nn.ModuleDict({kind: nn.Linear(128, width) for kind in kinds})
@@ -314,15 +316,14 @@ def nearest(x: Tensor, clouds: int, k: int) -> Tensor:
 class Clouds(nn.Module):
     """Convs on the nearest points by features, or by position where the convs take positions."""
 
-    def __init__(self, convs: list[nn.Module], width: int, k: int, takes_positions: bool) -> None:
+    def __init__(self, width: int, k: int, convs: list[nn.Module]) -> None:
         super().__init__()
-        self.convs, self.k, self.takes_positions = nn.ModuleList(convs), k, takes_positions
-        self.head = nn.Linear(width, 40)
+        self.convs, self.k, self.head = nn.ModuleList(convs), k, nn.Linear(width, 40)
 
     def forward(self, position: Tensor, clouds: int) -> Tensor:
         x = position
         for conv in self.convs:
-            if self.takes_positions:
+            if isinstance(conv, PointTransformerConv):
                 x = F.silu(conv(x, position, nearest(position, clouds, self.k)))
             else:
                 x = conv(x, nearest(x, clouds, self.k))
@@ -464,7 +465,7 @@ class Energies(nn.Module):
 
     centres: Tensor
 
-    def __init__(self, blocks: list[nn.Module], width: int, cutoff: float = 5.0) -> None:
+    def __init__(self, width: int, blocks: list[nn.Module], cutoff: float = 5.0) -> None:
         super().__init__()
         self.embed, self.blocks, self.cutoff = nn.Embedding(120, width), nn.ModuleList(blocks), cutoff
         self.head = nn.Sequential(nn.Linear(width, width // 2), nn.SiLU(), nn.Linear(width // 2, 1))
