@@ -27,18 +27,20 @@ from hydra.core.hydra_config import HydraConfig
 from hydra.utils import instantiate
 from omegaconf import DictConfig, OmegaConf
 
-from benchmarks import CONFIGS, table2_report
+from benchmarks import CONFIGS
 from benchmarks.isolated import EndedError, results
 from benchmarks.results import MEASURED_ROOMS as LAYER_ROOMS
 from benchmarks.results import (
     OUT_OF_MEMORY,
     Progress,
+    Row,
     Table,
     default_folder,
     device_of,
     environment,
     file_stem,
     latest,
+    markdown,
     now,
     reason,
     source_digest,
@@ -46,9 +48,9 @@ from benchmarks.results import (
 from benchmarks.table2_steps import (
     PHASES,
     STEP_BY_STEP,
+    SUMMED,
     Backend,
     Disagreement,
-    Measured,
     Reference,
     Setup,
     StepPace,
@@ -72,6 +74,12 @@ CELL = ("model", "dataset", "backend")
 """Columns that name a cell."""
 MEASURED_ROOMS = (*LAYER_ROOMS, "nn", "models", "training")
 """Rooms whose text decides what a step of ours takes."""
+
+HEADER = [
+    "data", "backend", "transfer", *SUMMED, "sum", "optimizer", "step", "peak, GB", "sum, times faster",
+    "step, times faster", "loss", "gradient",
+]  # fmt: skip
+BASELINE = "pyg"
 
 OmegaConf.register_new_resolver("training_configs", configs_dir, replace=True)
 
@@ -186,9 +194,9 @@ def work(options: Options, cells: Sequence[Cell]) -> Iterator[Message]:
         base = {**cell_columns(options, cell), **source_columns(source)}
         setup = Setup(options.model, options.optimizer, source, options.pace, options.device)
         try:
-            measured = measure(cell.backend, setup, reference)
-            yield {**base, "status": "ok", **measured_columns(measured, reference)}
-            reference = reference or measured.reference
+            columns, own = measure(cell.backend, setup, reference)
+            yield {**base, "status": "ok", **columns}
+            reference = reference or own
         except Disagreement as error:
             yield {**base, "status": f"WRONG: {error}", **error.columns}
         except Exception as error:
@@ -223,21 +231,6 @@ def source_columns(source: TaskBatches) -> dict[str, Any]:
     }
 
 
-def measured_columns(measured: Measured, reference: Reference | None) -> dict[str, Any]:
-    """Times, memory, and how far the losses are from those of the reference."""
-    times = [timing.columns(f"{phase}_ms", f"{phase}_iqr_ms") for phase, timing in measured.timings.items()]
-    return {
-        **{name: value for columns in times for name, value in columns.items()},
-        **measured.differences,
-        "n": measured.timings["step"].n,
-        "reference_sum_ms": "" if measured.reference_sum is None else f"{measured.reference_sum.median_ms:.5g}",
-        "wall_ms": f"{measured.wall_ms:.5g}",
-        "first_step_s": f"{measured.first_step_s:.3f}",
-        "peak_mb": "" if measured.peak_mb is None else f"{measured.peak_mb:.1f}",
-        "reference": "" if reference is None else reference.backend.name,
-    }
-
-
 def run(options: Options) -> int:
     """Measure what the results of a model lack, then print its table.
 
@@ -251,7 +244,7 @@ def run(options: Options) -> int:
     finished = options.summary or _fill(options, table)
     rows = latest([row for row in table.rows() if row["setting"] == options.setting], CELL)
     if rows:
-        print(table2_report.times_table(rows))
+        print(times_table(rows))
     if any(row["status"].startswith("WRONG") for row in rows):
         return 1
     return 0 if finished else 2
@@ -320,6 +313,50 @@ def _rows(options: Options, cells: Sequence[Cell]) -> Iterator[dict[str, Any]]:
                 return
     except EndedError as ended:
         yield {**cell_columns(options, cells[done]), "status": str(ended)}
+
+
+def faster(rows: Sequence[Row], column: str) -> dict[tuple[str, str], float]:
+    """(data set, backend) -> how many times faster than PyG; by sums that were taken in turns where they were."""
+    timed = {(row["dataset"], row["backend"]): row for row in rows if row["status"] == "ok"}
+    factors = {}
+    for (dataset, backend), row in timed.items():
+        in_turns = row["reference_sum_ms"] if column == "sum_ms" and row["reference"] == BASELINE else ""
+        if in_turns:
+            factors[dataset, backend] = float(in_turns) / float(row[column])
+        elif (dataset, BASELINE) in timed:
+            factors[dataset, backend] = float(timed[dataset, BASELINE][column]) / float(row[column])
+    return factors
+
+
+def times_table(rows: Sequence[Row]) -> str:
+    """Milliseconds per step, phase by phase, one line per data set and backend; what has no time says why.
+
+    `once` marks the transfer and preparation of one whole graph, which are no part of a step. `sum` is preprocess,
+    forward (with the loss) and backward; `step` is the wall time of one step among many, with transfer and optimizer.
+    """
+    by_sum, by_step = faster(rows, "sum_ms"), faster(rows, "wall_ms")
+    datasets = list(dict.fromkeys(row["dataset"] for row in rows))
+    lines = []
+    for row in sorted(rows, key=lambda row: datasets.index(row["dataset"])):
+        key = row["dataset"], row["backend"]
+        if row["status"] != "ok":
+            lines.append([*key, row["status"], *[""] * (len(HEADER) - 3)])
+            continue
+        once = " once" if str(row["once"]) == "True" else ""
+        ms = {phase: _number(row[f"{phase}_ms"]) for phase in (*PHASES, "sum")}
+        peak_gb = f"{float(row['peak_mb']) / 1e3:.2f}" if row["peak_mb"] else ""
+        factors = (f"{by[key]:.2f}x" if key in by else "" for by in (by_sum, by_step))
+        before = [ms["transfer"] + once, ms["preprocess"] + once]
+        phases = [ms[phase] for phase in ("forward", "backward", "sum", "optimizer")]
+        loss, gradient, update = (row[name] for name in STEP_BY_STEP)
+        stepped = (f"; step by step {loss}", f"; step by step {gradient}, update {update}") if loss else ("", "")
+        differences = [row["loss_difference"] + stepped[0], row["gradient_difference"] + stepped[1]]
+        lines.append([*key, *before, *phases, _number(row["wall_ms"]), peak_gb, *factors, *differences])
+    return markdown(HEADER, lines)
+
+
+def _number(value: str) -> str:
+    return f"{float(value):.3g}" if value else ""
 
 
 @hydra.main(version_base="1.3", config_path=str(CONFIGS), config_name="table2")

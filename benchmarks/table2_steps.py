@@ -216,42 +216,18 @@ def agree(differences: Mapping[str, float], bound: float) -> bool:
     return within("gradient_difference") and (within("loss_difference") or within(*STEP_BY_STEP))
 
 
-@dataclass(frozen=True)
-class Measured:
-    """The steps of one backend.
-
-    Attributes:
-        timings: Per phase, and of 'sum' and 'step'.
-        reference_sum: 'sum' of the reference in turns with these steps, where the task is one whole graph.
-        wall_ms: Of one step among many.
-        first_step_s: Wall time of the first step, compilation and capture included.
-        peak_mb: Device memory above what was allocated before; None without a GPU.
-        differences: From the reference.
-        reference: Of these steps, for other backends.
-    """
-
-    timings: dict[str, Timing]
-    reference_sum: Timing | None
-    wall_ms: float
-    first_step_s: float
-    peak_mb: float | None
-    differences: dict[str, str]
-    reference: Reference
-
-
 class Disagreement(RuntimeError):
     """The losses or the gradients are not those of the reference.
 
     Args:
         backend: Of the reference.
         columns: What differs, by how much.
-        losses: Of each step.
     """
 
-    def __init__(self, backend: str, columns: dict[str, str], losses: list[float]) -> None:
+    def __init__(self, backend: str, columns: dict[str, str]) -> None:
         what = ", ".join(f"{name.replace('_', ' ')} {value}" for name, value in columns.items())
         super().__init__(f"{what} from {backend}")
-        self.columns, self.losses = {**columns, "reference": backend}, losses
+        self.columns = {**columns, "reference": backend}
 
 
 def first_gradient(model: nn.Module) -> Tensor:
@@ -302,7 +278,7 @@ class Setup:
         return model, _Turns(step, optimizer, self.source, backend.preparation(model), self.device, phases)
 
 
-def measure(backend: Backend, setup: Setup, reference: Reference | None) -> Measured:
+def measure(backend: Backend, setup: Setup, reference: Reference | None) -> tuple[dict[str, Any], Reference]:
     """Take the steps of one backend from the initial state of the reference, compare them with it, and time them.
 
     Training may carry a difference of rounding beyond any bound. Where the losses differ by more than `pace.bound`, the
@@ -313,6 +289,9 @@ def measure(backend: Backend, setup: Setup, reference: Reference | None) -> Meas
         backend: Of the step.
         setup: What is trained, on what.
         reference: What the losses must agree with; None: these steps become it.
+
+    Returns:
+        The columns of times, memory and differences, and these steps as a reference.
 
     Raises:
         Disagreement: The first gradient differs by more than `pace.bound`, or the losses do, also step by step from
@@ -343,15 +322,14 @@ def measure(backend: Backend, setup: Setup, reference: Reference | None) -> Meas
             losses.append(float(loss))
             if index >= max(pace.warm_up, captures):
                 spans.append(turns.phases.durations_ms())
-        peak_mb = (torch.cuda.max_memory_allocated(device) - allocated) / 1e6 if timer.on_gpu else None
+        peak_mb = f"{(torch.cuda.max_memory_allocated(device) - allocated) / 1e6:.1f}" if timer.on_gpu else ""
         differences = {} if reference is None else reference.differences(losses, gradient)
         if reference is not None and differences["gradient_difference"] <= pace.bound < differences["loss_difference"]:
             differences |= step_by_step(backend, setup, reference)
         columns = {name: f"{value:.2e}" for name, value in differences.items()}
         if reference is not None and not agree(differences, pace.bound):
-            raise Disagreement(reference.backend.name, columns, losses)
+            raise Disagreement(reference.backend.name, columns)
 
-        reference_sum = None
         if reference is not None and task.full_graph and pace.rounds:
             other = reference.backend
             with pyg_dfgnn.local_settings(**other.settings):
@@ -364,8 +342,11 @@ def measure(backend: Backend, setup: Setup, reference: Reference | None) -> Meas
                 with pyg_dfgnn.local_settings(**other.settings):
                     of_reference += others.take(TURN, timer)
             reference_sum = Timing.of([span["sum"] for span in of_reference])
+            columns["reference_sum_ms"] = f"{reference_sum.median_ms:.5g}"
         timings = {phase: Timing.of([span[phase] for span in turns.once]) for phase in PHASES[:2] if turns.once}
         timings |= {phase: Timing.of([span[phase] for span in spans]) for phase in spans[0]}
+        for phase, timing in timings.items():
+            columns |= timing.columns(f"{phase}_ms", f"{phase}_iqr_ms")
 
         count = int(1e3 * pace.wall_s / timings["step"].median_ms)
         count = min(max(count, MIN_WALL_STEPS), MAX_WALL_STEPS)
@@ -374,9 +355,10 @@ def measure(backend: Backend, setup: Setup, reference: Reference | None) -> Meas
             for index in range(count):
                 turns(index)
 
-        wall_ms = timer.wall_ms(steps) / count
-    as_reference = Reference(backend, state, losses, gradient)
-    return Measured(timings, reference_sum, wall_ms, first_step_s, peak_mb, columns, as_reference)
+        columns |= {"n": str(timings["step"].n), "wall_ms": f"{timer.wall_ms(steps) / count:.5g}"}
+        columns |= {"first_step_s": f"{first_step_s:.3f}", "peak_mb": peak_mb}
+        columns["reference"] = "" if reference is None else reference.backend.name
+    return columns, Reference(backend, state, losses, gradient)
 
 
 def step_by_step(backend: Backend, setup: Setup, reference: Reference) -> dict[str, float]:
