@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from math import prod
@@ -23,6 +24,7 @@ from pyg_dfgnn.graph import Graph
 from pyg_dfgnn.reference.oracle import Errors, Inputs, compare, float64_reference
 from pyg_dfgnn.reference.tolerances import BACKWARD, tolerance
 from pyg_dfgnn.reference.zoo import EdgeList
+from pyg_dfgnn.settings import RULES, current, settings
 
 Forward = Callable[[], Tensor]
 Call = Callable[[Inputs], Tensor]
@@ -292,3 +294,32 @@ def forward_backward(out: Tensor, inputs: Inputs, grad_out: Tensor) -> dict[str,
     """``out`` and the gradient of every input, under the names 'out' and 'grad_<input>'."""
     gradients = torch.autograd.grad(out, list(inputs.values()), grad_out)
     return {"out": out.detach(), **{f"grad_{name}": grad for name, grad in zip(inputs, gradients, strict=True)}}
+
+
+@contextmanager
+def in_force(schedule: str, dtype: str) -> Iterator[None]:
+    """Ask for a schedule and for the precision of a dtype, for the whole process: backward has a thread of its own.
+
+    A schedule that is asked for by name raises `UnsupportedError` where it cannot run.
+    """
+    before, precision = current(), torch.get_float32_matmul_precision()
+    settings(schedule=schedule, fallback=before.fallback if schedule in RULES else "error")
+    torch.set_float32_matmul_precision("high" if dtype == "tf32" else "highest")
+    try:
+        yield
+    finally:
+        settings(schedule=before.schedule, fallback=before.fallback)
+        torch.set_float32_matmul_precision(precision)
+
+
+def rounded_problem(case: Case, graph: EdgeList, dtypes: Sequence[str]) -> tuple[Inputs, Tensor]:
+    """Float32 inputs and output gradient that each of ``dtypes`` holds exactly: one reference serves them all."""
+
+    def rounded(tensor: Tensor) -> Tensor:
+        for dtype in dtypes:
+            tensor = tensor.to(DTYPES[dtype]).float()
+        return tensor
+
+    inputs = case.make_inputs(graph)
+    grad_out = rounded(case.make_grad_out(graph, inputs))
+    return {name: rounded(tensor) for name, tensor in inputs.items()}, grad_out

@@ -14,7 +14,7 @@ import re
 import sys
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from itertools import product
 from pathlib import Path
@@ -23,17 +23,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from benchmarks.case import DTYPES, Case, forward_backward
+from benchmarks.case import DTYPES, Case, forward_backward, in_force, rounded_problem
 from benchmarks.cases import FAMILIES
 from benchmarks.graphs import benchmark_graph, compressed
-from benchmarks.prepare import collect_specs, in_force, rounded_problem
 from benchmarks.results import Progress, Table, default_folder, file_stem, markdown, reason, source_digest
 from benchmarks.timing import RELEASED_ELEMENTS, Timer
+from pyg_dfgnn.errors import UnsupportedError
 from pyg_dfgnn.graph import Graph
 from pyg_dfgnn.reference.oracle import Inputs
 from pyg_dfgnn.reference.zoo import ZOO, EdgeList, two_way_hub
+from pyg_dfgnn.runtime import launcher
 from pyg_dfgnn.runtime.compiler import precompile
 from pyg_dfgnn.settings import SCHEDULES
+from pyg_dfgnn.statements.spec import Spec
 
 CHECKED_DTYPES = ("float32", "bfloat16", "float16")
 FIELDS = (
@@ -288,6 +290,34 @@ def _fill(options: argparse.Namespace, device: torch.device, table: Table) -> bo
             if graph.num_edges * case.width > RELEASED_ELEMENTS:
                 timer.release()
     return True
+
+
+def collect_specs(
+    cases: Sequence[Case], graphs: Sequence[EdgeList], dtypes: Sequence[str], schedule: str = "auto"
+) -> list[Spec]:
+    """The kernels that the cases launch, found by running the operations with every launch recorded instead of made."""
+    specs: dict[Spec, None] = {}
+
+    def record(spec: Spec, *_: Any) -> None:
+        specs[spec] = None
+
+    planned = set()
+    with launcher.override(record):
+        # Graphs without edges last: they launch little, so another graph must stand for the plan they share with it.
+        for graph, case, dtype in product(sorted(graphs, key=lambda graph: graph.num_edges == 0), cases, dtypes):
+            with in_force(schedule, dtype):
+                key = case, dtype, repr(case.plan(dtype, graph))
+                if key in planned:
+                    continue
+                planned.add(key)
+                inputs = {}
+                for name in case.roles(graph):
+                    shape = case.shape(name, graph)
+                    inputs[name] = torch.empty(shape, dtype=DTYPES[dtype], device=graph.device).requires_grad_()
+                with suppress(UnsupportedError):
+                    out = case.fused(compressed(graph), inputs)
+                    torch.autograd.grad(out, list(inputs.values()), torch.empty_like(out))
+    return list(specs)
 
 
 def _compile(cases: Iterable[Case], graphs: Sequence[EdgeList], options: argparse.Namespace) -> None:

@@ -9,26 +9,38 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from functools import cached_property, partial
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from benchmarks import plots, tables
-from benchmarks.case import DTYPES, Case, forward_backward
-from benchmarks.cases import implementation_of
-from benchmarks.experiment import Experiment, Job
+from benchmarks.case import DTYPES, Case, forward_backward, in_force, rounded_problem
+from benchmarks.cases import FAMILY_OF, OURS, TITLES, case_of, implementation_of
 from benchmarks.graphs import benchmark_graph, compare_with_recipe, compressed, recipe_of
 from benchmarks.isolated import EndedError, results
-from benchmarks.prepare import in_force, rounded_problem
-from benchmarks.results import Progress, Rows, Table, environment, file_stem, latest, now, reason
-from benchmarks.timing import RELEASED_ELEMENTS, TimedCall, Timer, Timing
+from benchmarks.results import (
+    Progress,
+    Rows,
+    Table,
+    default_folder,
+    device_of,
+    environment,
+    file_stem,
+    latest,
+    now,
+    reason,
+)
+from benchmarks.timing import RELEASED_ELEMENTS, Pace, TimedCall, Timer, Timing
 from pyg_dfgnn.dispatch.gpu import gpu_of
+from pyg_dfgnn.errors import check_choice
 from pyg_dfgnn.graph import Graph
 from pyg_dfgnn.reference.oracle import Inputs
 from pyg_dfgnn.reference.zoo import EdgeList
+from pyg_dfgnn.settings import SCHEDULES
 
 FIELDS = (
     "experiment graph nodes edges max_degree op layer size dtype implementation schedule direction state status "
@@ -41,6 +53,120 @@ FLUSHED_BELOW_BYTES = 300e6
 ON_A_CPU = """\
 Without a GPU no kernel runs: "ours" is the reference in plain torch. The times below say nothing about the kernels, so
 no speed-ups are drawn."""
+
+
+DIRECTIONS = ("fwd", "fwd+bwd", "bwd")
+STATES = ("warm", "flushed", "replay")
+KEY = ("graph", "op", "size", "dtype", "implementation", "schedule", "direction", "gpu", "torch")
+
+
+@dataclass(frozen=True)
+class Job:
+    """One implementation under one schedule on one case, in the directions that are still missing."""
+
+    graph: str
+    case: Case
+    dtype: str
+    implementation: str
+    schedule: str
+    directions: tuple[str, ...]
+
+    @property
+    def columns(self) -> dict[str, str]:
+        """The columns that name it."""
+        names = {"graph": self.graph, "op": self.case.op, "layer": self.case.layer, "size": self.case.size}
+        return names | {"dtype": self.dtype, "implementation": self.implementation, "schedule": self.schedule}
+
+
+@dataclass(frozen=True)
+class Experiment:
+    """Settings of an experiment; one field per key of ``benchmarks/configs/bench.yaml``, which explains them.
+
+    Raises:
+        ValueError: A name is not among the choices, or a size has another form.
+    """
+
+    name: str
+    file: str
+    graphs: tuple[str, ...]
+    ops: tuple[str, ...]
+    sizes: tuple[str, ...]
+    dtypes: tuple[str, ...]
+    directions: tuple[str, ...]
+    implementations: tuple[str, ...]
+    schedules: tuple[str, ...]
+    states: tuple[str, ...]
+    baseline: str
+    pace: Pace
+    isolated: Mapping[str, Any]
+    device: torch.device
+    limit_s: float
+    folder: Path
+    small: bool
+    restart: bool
+    summary: bool
+
+    @staticmethod
+    def of(config: Mapping[str, Any]) -> Experiment:
+        """From a resolved config."""
+        values: dict[str, Any] = {n: tuple(value) if isinstance(value, list) else value for n, value in config.items()}
+        for name, allowed in (
+            ("ops", tuple(FAMILY_OF)),
+            ("dtypes", tuple(DTYPES)),
+            ("directions", DIRECTIONS),
+            ("implementations", tuple(TITLES)),
+            ("schedules", SCHEDULES),
+            ("states", STATES),
+        ):
+            for value in values[name]:
+                check_choice(name, value, allowed)
+        check_choice("baseline", values["baseline"], (*TITLES, *SCHEDULES))
+        for name in values["graphs"]:
+            recipe_of(name)
+        for op in values["ops"]:
+            for size in values["sizes"]:
+                case_of(op, size)
+        values |= {"pace": Pace(**values["pace"]), "device": device_of(values["device"])}
+        values["folder"] = Path(values["folder"] or default_folder("bench", values["device"], values["small"]))
+        return Experiment(**{field.name: values[field.name] for field in fields(Experiment)})
+
+    def jobs(self, graph: str) -> Iterator[Job]:
+        """Everything to measure on a graph; jobs that share inputs follow each other."""
+        for op in self.ops:
+            for size in self.sizes:
+                case = case_of(op, size)
+                for dtype in self.dtypes:
+                    for name in self.implementations:
+                        implementation = implementation_of(op, name)
+                        if implementation is None or dtype not in implementation.dtypes:
+                            continue
+                        is_ours = name == "fused"
+                        directions = tuple(d for d in self.directions if is_ours or d in ("fwd", "fwd+bwd"))
+                        for schedule in self.schedules if is_ours else ("",):
+                            yield Job(graph, case, dtype, name, schedule, directions)
+
+    def missing(self, graph: str, rows: Rows, environment: Mapping[str, str]) -> list[Job]:
+        """The jobs whose rows are not there yet; rows of other sources do not count for what runs on our kernels."""
+        done = {
+            tuple(row[name] for name in KEY)
+            for row in rows
+            if row["implementation"] not in OURS or row["digest"] == environment["digest"]
+        }
+        jobs = []
+        for job in self.jobs(graph):
+            if self.is_isolated(job) and not self.isolated["limit_s"]:
+                continue
+            columns = {**job.columns, **environment}
+            rows_of = {d: {**columns, "direction": d} for d in job.directions}
+            directions = tuple(d for d, row in rows_of.items() if tuple(row[name] for name in KEY) not in done)
+            jobs += [replace(job, directions=directions)] if directions else []
+        return jobs
+
+    def is_isolated(self, job: Job) -> bool:
+        """Whether a job runs in a process of its own."""
+        recipe = recipe_of(job.graph)
+        num_edges = (recipe.miniature() if self.small else recipe).num_edges
+        return job.implementation in self.isolated["implementations"] and num_edges >= self.isolated["min_edges"]
 
 
 @dataclass
@@ -59,24 +185,9 @@ class Problem:
 
 
 def graph_columns(graph: EdgeList) -> dict[str, Any]:
-    """The columns that describe a graph."""
-    return {"graph": graph.name, "nodes": graph.num_dst, "edges": graph.num_edges, "max_degree": graph.max_degree}
-
-
-def job_columns(job: Job, device: torch.device) -> dict[str, Any]:
-    """The columns that name a measurement, and what it was made with."""
-    case = job.case
-    return {
-        "graph": job.graph,
-        "op": case.op,
-        "layer": case.layer,
-        "size": case.size,
-        "dtype": job.dtype,
-        "implementation": job.implementation,
-        "schedule": job.schedule,
-        "time": now(),
-        **environment(device),
-    }
+    """The columns that describe a graph, and what is measured with."""
+    sizes = {"nodes": graph.num_dst, "edges": graph.num_edges, "max_degree": graph.max_degree}
+    return {"graph": graph.name, **sizes, "time": now(), **environment(graph.device)}
 
 
 class Measurement:
@@ -99,7 +210,7 @@ class Measurement:
         self.is_fused = job.implementation == "fused"
         self.dtype = DTYPES[job.dtype]
         self.bound = max(self.case.bound(job.dtype), self.implementation.error_bound)
-        self.base: dict[str, Any] = {**job_columns(job, graph.device), **graph_columns(graph), "bound": self.bound}
+        self.base: dict[str, Any] = {**job.columns, **graph_columns(graph), "bound": self.bound}
         is_small = self.case.compulsory_bytes(graph, "fwd", 4) < FLUSHED_BELOW_BYTES
         self.states = [state for state in states if state == "warm" or is_small]
 
@@ -204,8 +315,6 @@ def graph_build_rows(graph: EdgeList, timer: Timer) -> list[dict[str, Any]]:
         "implementation": "fused",
         "state": "warm",
         "status": "ok",
-        "time": now(),
-        **environment(graph.device),
     }
     samples: dict[str, list[float]] = {"csr": [], "csc": []}
     for _ in range(6):
@@ -309,10 +418,10 @@ class _Runner:
         for direction in job.directions:
             work = self.experiment, replace(job, directions=(direction,))
             try:
-                self._append(list(results(rows_of_job, work, self.experiment.isolated.limit_s)))
+                self._append(list(results(rows_of_job, work, self.experiment.isolated["limit_s"])))
             except EndedError as ended:
-                base = {**job_columns(job, self.device), **graph_columns(graph)}
-                self._append([{**base, "direction": direction, "status": str(ended)}])
+                row = {**job.columns, **graph_columns(graph), "direction": direction, "status": str(ended)}
+                self._append([row])
 
     def _append(self, rows: Rows) -> None:
         rows = [{**row, "experiment": self.experiment.name} for row in rows]

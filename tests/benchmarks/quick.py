@@ -6,9 +6,8 @@ import torch
 from omegaconf import OmegaConf
 
 from benchmarks import CONFIGS
-from benchmarks.case import forward_backward
+from benchmarks.case import forward_backward, rounded_problem
 from benchmarks.graphs import benchmark_graph
-from benchmarks.prepare import rounded_problem
 from pyg_dfgnn.reference.zoo import ZOO
 from tests.configs import compose
 

@@ -4,9 +4,8 @@ import pytest
 import torch
 
 from benchmarks import check
-from benchmarks.case import DTYPES
+from benchmarks.case import DTYPES, rounded_problem
 from benchmarks.cases.attention import SCORES, AttentionCase
-from benchmarks.prepare import collect_specs, rounded_problem
 from benchmarks.results import Table
 from pyg_dfgnn.dispatch import core as dispatch
 from pyg_dfgnn.errors import UnsupportedError
@@ -194,7 +193,7 @@ def test_specs_are_collected_without_launching(monkeypatch):
     monkeypatch.setattr(dispatch, "fused_device_types", {"cpu"})
     graphs = [check_graph(name) for name in ("no-nodes", "batch", "isolated")]
     cases = [AttentionCase(score, 3, 16) for score in SCORES]
-    specs = collect_specs(cases, graphs, list(DTYPES))
+    specs = check.collect_specs(cases, graphs, list(DTYPES))
     paths = {spec.path for spec in specs}
     assert "attention/forward.cu" in paths and any("backward" in path for path in paths)
     assert len(specs) == len(set(specs)) >= 2 * len(SCORES) * len(DTYPES)

@@ -11,6 +11,7 @@ import torch_geometric.nn
 
 import pyg_dfgnn.nn
 from benchmarks import run
+from benchmarks.case import in_force
 from benchmarks.cases import case_of
 from benchmarks.cases.relational import (
     LAYERS,
@@ -25,9 +26,7 @@ from benchmarks.cases.relational import (
     Ours,
     PyGRelational,
 )
-from benchmarks.experiment import Experiment
 from benchmarks.graphs import RECIPES, benchmark_graph, compare_with_recipe, compressed, recipe_of
-from benchmarks.prepare import in_force
 from pyg_dfgnn.datasets.files import SEARCH
 from pyg_dfgnn.ir import E, IndexSpace, Program, U, V
 from pyg_dfgnn.ir.layers import rgat
@@ -193,7 +192,7 @@ def test_a_tiny_version_of_the_experiment_runs_on_a_cpu(tmp_path):
 
 
 def test_the_experiment_has_the_graphs_of_the_targets():
-    experiment = Experiment.of(composed("experiment=relational"))
+    experiment = run.Experiment.of(composed("experiment=relational"))
     assert experiment.graphs == ("aifb", "mutag", "fb15k237", "mag_like", "wikikg2_like")
     assert experiment.sizes == ("1x64",) and set(experiment.ops) == set(LAYERS)
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from benchmarks import CONFIGS, isolated, plots, run, table2, tables
-from benchmarks.case import Fused
+from benchmarks.case import Fused, rounded_problem
 from benchmarks.cases.attention import (
     ATTENTION,
     SCORES,
@@ -17,10 +17,8 @@ from benchmarks.cases.attention import (
     PyGAttention,
     Unfused,
 )
-from benchmarks.experiment import Experiment
 from benchmarks.graphs import TABLE_1, benchmark_graph
 from benchmarks.loops.run import cases_of
-from benchmarks.prepare import rounded_problem
 from benchmarks.results import default_folder
 from benchmarks.timing import Pace, Timer, Timing
 from pyg_dfgnn.errors import UnsupportedError
@@ -44,7 +42,7 @@ def bench(tmp_path, *overrides):
 
 @pytest.mark.parametrize("name", EXPERIMENTS)
 def test_experiments_compose(name):
-    experiment = Experiment.of(composed(f"experiment={name}"))
+    experiment = run.Experiment.of(composed(f"experiment={name}"))
     assert experiment.name == name
     jobs = [job for graph in experiment.graphs for job in experiment.jobs(graph)]
     assert jobs and all(job.directions for job in jobs)
@@ -52,7 +50,7 @@ def test_experiments_compose(name):
 
 def test_the_figures_of_the_paper_are_all_there():
     assert set(FIGURES) <= set(EXPERIMENTS) and {"peers", "compile"} <= set(EXPERIMENTS)
-    graphs = {name: Experiment.of(composed(f"experiment={name}")).graphs for name in FIGURES}
+    graphs = {name: run.Experiment.of(composed(f"experiment={name}")).graphs for name in FIGURES}
     assert graphs["fig9"] + graphs["fig10a"] + graphs["fig10b"] == TABLE_1
     assert [graph.partition("@")[2] for graph in graphs["fig14"]] == "64 128 256 512 1024 2048".split()
 
@@ -69,7 +67,7 @@ def test_commands_that_are_written_down_compose(file):
             assert cfg.model.get("dropout", 0.0) == 0.0 and cfg.model.hidden_channels == 128
             continue
         config = composed(*(word for word in overrides if "<" not in word))
-        assert cases_of(config) if "loops" in config else Experiment.of(config)
+        assert cases_of(config) if "loops" in config else run.Experiment.of(config)
 
 
 def test_the_results_page_lists_every_experiment():
@@ -79,7 +77,7 @@ def test_the_results_page_lists_every_experiment():
 
 
 def test_fused_runs_under_each_schedule_and_baselines_once():
-    experiment = Experiment.of(
+    experiment = run.Experiment.of(
         composed("experiment=fig9", "schedules=[auto,row_split]", "dtypes=[float32,bfloat16]", NO_COMPILE)
     )
     jobs = [(job.implementation, job.schedule, job.dtype) for job in experiment.jobs("pattern_like")]
@@ -101,21 +99,21 @@ def test_fused_runs_under_each_schedule_and_baselines_once():
 def test_unknown_names_and_sizes_of_another_form_are_refused(override):
     name, _, value = override.partition("=")
     with pytest.raises(ValueError, match=rf"'{name}' needs .*\(got '?{value[1:-1]}'?\)"):
-        Experiment.of(composed(override))
+        run.Experiment.of(composed(override))
 
 
 def test_results_of_a_gpu_alone_go_to_results():
     gpu = torch.device("cuda")
     assert default_folder("check", gpu).as_posix() == "results/check"
     assert {default_folder("check", *other).as_posix() for other in ((CPU,), (gpu, True))} == {"outputs/check"}
-    assert Experiment.of(composed("device=cuda")).folder.as_posix() == "results/bench"
-    assert Experiment.of(composed("device=cuda", "small=true")).folder.as_posix() == "outputs/bench"
-    assert Experiment.of(composed("device=cpu")).folder.as_posix() == "outputs/bench"
+    assert run.Experiment.of(composed("device=cuda")).folder.as_posix() == "results/bench"
+    assert run.Experiment.of(composed("device=cuda", "small=true")).folder.as_posix() == "outputs/bench"
+    assert run.Experiment.of(composed("device=cpu")).folder.as_posix() == "outputs/bench"
 
 
 @pytest.mark.parametrize("name", extended(["fig9", "fig12"], sorted({*FIGURES} - {"fig9", "fig12"})))
 def test_a_tiny_version_of_each_experiment_runs_on_a_cpu(name, tmp_path, capsys):
-    experiment = Experiment.of(composed(f"experiment={name}"))
+    experiment = run.Experiment.of(composed(f"experiment={name}"))
     few = [f"graphs=[{','.join(experiment.graphs[:2])}]", f"ops=[{experiment.ops[0]}]", "sizes=[1x8,2x4]"]
     # Compilation takes seconds.
     few += [NO_COMPILE] if "compile" in experiment.implementations else []

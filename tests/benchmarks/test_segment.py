@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from benchmarks import check, run, tables
-from benchmarks.case import Fused, forward_backward
+from benchmarks.case import Fused, forward_backward, rounded_problem
 from benchmarks.cases import case_of
 from benchmarks.cases.segment import (
     AGGREGATIONS,
@@ -18,9 +18,7 @@ from benchmarks.cases.segment import (
     TorchCsr,
     TorchMm,
 )
-from benchmarks.experiment import Experiment
 from benchmarks.graphs import benchmark_graph
-from benchmarks.prepare import rounded_problem
 from tests.benchmarks.quick import QUICK, composed, graph_of, layers_in
 from tests.kernels.emulated import emulated_device
 
@@ -120,7 +118,7 @@ def test_schedules_of_ours_are_named_and_cusparse_needs_a_gpu(tmp_path, dtype):
 
 
 def test_peers_have_the_names_of_the_experiment():
-    experiment = Experiment.of(composed("experiment=segment"))
+    experiment = run.Experiment.of(composed("experiment=segment"))
     keys = {
         (job.case.op, job.case.size, job.dtype, direction)
         for job in experiment.jobs("a")
