@@ -42,6 +42,8 @@ class MessageInputs(NamedTuple):
         self_loops: Whether each node sends to itself too, on an edge that the graph does not hold.
         part: The part of a partitioned graph, whose halo is fetched of what is sent; None of a whole graph.
         source_scale: Scale of own nodes and halo; None of a whole graph.
+        message: Message without a weight, of those of :func:`pyg_dfgnn.ops.segment.aggregate`.
+        vectors: Inputs of that message by name; None without.
     """
 
     graph: Graph | EdgeSet
@@ -51,6 +53,8 @@ class MessageInputs(NamedTuple):
     self_loops: bool = False
     part: Part | None = None
     source_scale: Tensor | None = None
+    message: str = "copy"
+    vectors: dict[str, Tensor] | None = None
 
 
 def _problem(
@@ -76,9 +80,13 @@ def _width(x: Any) -> int:
     return x.size(-1) if x is not None and x.dim() > 0 else 1
 
 
+MATRICES = ("torch.sparse", "SparseTensor")
+"""Forms of edges that are a sparse adjacency, whose values may weigh messages."""
+
+
 def is_matrix(form: str) -> bool:
-    """Return whether edges of a form are a sparse adjacency, whose values may weigh messages."""
-    return form in ("torch.sparse", "SparseTensor")
+    """Return whether edges of a form are a sparse adjacency."""
+    return form in MATRICES
 
 
 def values_of(adjacency: Any) -> Tensor | None:
@@ -106,6 +114,8 @@ class AggregationConv(FusedConv):
     """Whether kernels take new and few edges in less time than PyG's code, the time to sort them included."""
     _writes = 1
     """Tensors with a row of that width per edge that PyG's code makes."""
+    project = False
+    """Whether a linear layer and a ReLU come before the aggregation: an attribute of PyG's SAGEConv."""
     _makes_edges = False
     """Whether PyG's code makes the edges of its sum in each call, for which it waits for the device."""
 
@@ -130,7 +140,7 @@ class AggregationConv(FusedConv):
         *,
         size: Any = None,
         self_loops: bool = False,
-        weighted: bool = True,
+        weighted: bool | None = True,
         by_role: bool = False,
         reasons: tuple[str, ...] = (),
     ) -> ConvCall:
@@ -142,7 +152,7 @@ class AggregationConv(FusedConv):
             edge: Factors [E] or features [E, F] of the edges.
             size: Declared numbers of nodes.
             self_loops: Whether the edges have one self-loop per node in place of their own.
-            weighted: Whether values of a sparse adjacency weigh messages.
+            weighted: Whether values of a sparse adjacency weigh messages; None: as in PyG's convs without edge weights.
             by_role: Whether the first of a pair belongs to the row of the sources, which is row 1 in the other flow;
                 if not, to row 0, as PyG's `propagate` has it for pairs.
             reasons: What the conv has against the fused forward.
@@ -158,10 +168,10 @@ class AggregationConv(FusedConv):
         if source is None:
             against.append("x is missing on the side that sends")
         form = conv_call.form_of(edge_index)
-        if is_matrix(form):
+        if form in MATRICES:
             if edge is not None:
                 against.append("edge weights or features beside a sparse adjacency")
-            elif weighted:
+            elif weighted if weighted is not None else form == "torch.sparse" and self.fuse:
                 edge = values_of(edge_index)
             if edge is not None and (edge.dim() > 1 or edge.requires_grad or edge_index.requires_grad is True):
                 against.append("a sparse adjacency with gradients or edge features")
@@ -228,30 +238,48 @@ class AggregationConv(FusedConv):
             return False
         return visits.may_be_left(edge_index) and visits.is_few(edge_index.size(-1) * _width(x))
 
-    def _of_few(self, x: Any, edge_index: Any, size: Any = None, **edges: OptTensor) -> Tensor | None:
-        """Return what PyG's propagation makes of few edges by the operators that it runs, without its steps.
+    def _reduced(self, x: Any, edge_index: Any, size: Any = None, **edges: OptTensor) -> tuple[Any, bool]:
+        """Return the messages of a call, reduced, or PyG's output of it where neither kernels nor few operators run.
+
+        One function holds all of it, because each further call takes time of the host in every forward.
 
         Args:
             x: Features of the nodes, or a pair whose first sends.
-            edge_index: Edges that :meth:`_is_left` has left to PyG.
+            edge_index: Edges.
             size: Declared numbers of nodes.
             edges: What PyG's message reads of the edges.
 
         Returns:
-            Shape [N_dst, F]; None where PyG's propagation does more than to reduce messages.
+            Reduced messages, [N_dst, F], or the output; and whether it is the output.
         """
         source, target = (x, x) if isinstance(x, Tensor) else x
-        statistics = statistics_of(self._modules["aggr_module"])
-        if statistics not in _BY_TORCH or size is not None or edge_index.dtype is not torch.int64:
-            return None
-        if type(source) not in PLAIN or type(target) not in PLAIN or source.dim() != 2 or edge_index.dim() != 2:
-            return None
-        if self.flow != "source_to_target" or self.node_dim != self._node_dim or not only_reduces(self):
-            return None
+        values = edges.values()
+        if not self._is_left(x, edge_index, *values):
+            call = self._call(x, edge_index, *values, size=size)
+            if call.reasons:
+                return self._fall_back(call, x, *values, size=size), True
+            if self.project:
+                source = self.lin(source).relu()
+            return self._aggregate(self._message_inputs(call), source), False
+        statistics = () if self.project else statistics_of(self._modules["aggr_module"])
+        if (
+            statistics not in _BY_TORCH
+            or size is not None
+            or edge_index.dtype is not torch.int64
+            or type(source) not in PLAIN
+            or type(target) not in PLAIN
+            or source.dim() != 2
+            or edge_index.dim() != 2
+            or self.flow != "source_to_target"
+            or self.node_dim != self._node_dim
+            or not only_reduces(self)
+        ):
+            # PyG's propagation does more than to reduce messages.
+            return visits.run_left(super().forward, x, edge_index, *values, size=size), True
         senders, receivers = edge_index.unbind(0)
         rows = self.message(source.index_select(0, senders), **edges)
         # `index_add_` takes twice the time on many edges and keeps the rows for backward.
-        return scatter(rows, receivers, 0, target.size(0), statistics[0])
+        return scatter(rows, receivers, 0, target.size(0), statistics[0]), False
 
     def _describe(self, device: torch.device | None, *args: Any, **kwargs: Any) -> Description:
         found = super()._describe(device, *args, **kwargs)
@@ -271,10 +299,6 @@ class AggregationConv(FusedConv):
             problem, message=message, source_scaled=scaled, target_scaled=scaled, self_loops=sent.self_loops
         )
         return problem, call._replace(edge_index=sent.graph, form="Graph", edge_attr=None, self_loops=False)
-
-    def _reads_values(self, edge_index: Any) -> bool:
-        """Return whether values of a sparse adjacency weigh messages where PyG's conv takes no edge weights."""
-        return conv_call.form_of(edge_index) == "torch.sparse" and self.fuse
 
     def _plain(self, call: ConvCall) -> Tensor:
         """Return the edges of a call as PyG's functions take them, int64 [2, E]."""
@@ -300,7 +324,7 @@ class AggregationConv(FusedConv):
         """
         graph, _, _ = self._edges(call)
         if call.edge_attr is None:
-            return MessageInputs(graph)
+            return MessageInputs(graph, message=self._message)
         weight = self._weight(call)
         return MessageInputs(graph, weight, dtype=weight.dtype)
 
@@ -312,14 +336,13 @@ class AggregationConv(FusedConv):
         check_shape("edge_weight", weight, (count,), f"[E={count}]")
         return weight
 
-    def _aggregate(self, sent: MessageInputs, x: Tensor, message: str | None = None, **vectors: Tensor) -> Tensor:
+    def _aggregate(self, sent: MessageInputs, x: Tensor, **vectors: Tensor) -> Tensor:
         """Return what the conv's aggregation module makes of all messages.
 
         Args:
             sent: What travels along the edges.
             x: Features of the sources, [N_src, F].
-            message: Name of the message; None for what `sent` holds.
-            vectors: Further inputs of :func:`pyg_dfgnn.ops.segment.aggregate`.
+            vectors: Inputs of the message that `sent` lacks.
 
         Returns:
             Shape [N_dst, F], wider where several statistics are concatenated.
@@ -329,13 +352,16 @@ class AggregationConv(FusedConv):
         several = is_multiple(module)
         if sent.part is not None:
             x = sent.part.exchange(x)
+        message = sent.message
         if sent.weight is not None:
             message, vectors["edge"] = "weight", sent.weight
+        elif sent.vectors is not None:
+            vectors = sent.vectors
         out = aggregate(
             sent.graph,
             x,
             names if several else names[0],
-            message=message or "copy",
+            message=message,
             source_scale=sent.scale if sent.part is None else sent.source_scale,
             target_scale=sent.scale,
             self_loops=sent.self_loops,

@@ -9,11 +9,10 @@ from torch_geometric.typing import Adj, OptPairTensor, OptTensor, Size
 
 from pyg_dfgnn.dispatch.segment import holds_layer
 from pyg_dfgnn.graph import Graph
-from pyg_dfgnn.nn.conv.aggregation import AggregationConv, ProblemFields
+from pyg_dfgnn.nn.conv.aggregation import AggregationConv, MessageInputs, ProblemFields
 from pyg_dfgnn.nn.conv_call import ConvCall, adjacency_features, num_edges
 from pyg_dfgnn.nn.gate import methods_of
 from pyg_dfgnn.nn.projection import is_plain_linear
-from pyg_dfgnn.ops.visits import run_left
 
 
 class GINConv(AggregationConv, conv.GINConv):
@@ -28,21 +27,14 @@ class GINConv(AggregationConv, conv.GINConv):
     _upstream_methods = methods_of(conv.GINConv)
 
     def _call(self, x: Tensor | OptPairTensor, edge_index: Adj | Graph, size: Size = None) -> ConvCall:
-        return self._check_support(x, edge_index, size=size, weighted=self._reads_values(edge_index))
+        return self._check_support(x, edge_index, size=size, weighted=None)
 
     def forward(self, x: Tensor | OptPairTensor, edge_index: Adj | Graph, size: Size = None) -> Tensor:
         """PyG's forward, also on a `Graph`; see `torch_geometric.nn.GINConv.forward`."""
-        out: Any
-        x_src, x_dst = (x, x) if isinstance(x, Tensor) else x
-        if self._is_left(x, edge_index):
-            out = self._of_few(x, edge_index, size)
-            if out is None:
-                return run_left(super().forward, x, edge_index, size=size)  # type: ignore[no-any-return]
-        else:
-            call = self._call(x, edge_index, size)
-            if call.reasons:
-                return self._fall_back(call, x, size=size)  # type: ignore[no-any-return]
-            out = self._aggregate(self._message_inputs(call), x_src)
+        out, is_output = self._reduced(x, edge_index, size)
+        if is_output:
+            return out  # type: ignore[no-any-return]
+        x_dst = x if isinstance(x, Tensor) else x[1]
         out = out if x_dst is None else torch.addcmul(out, x_dst, 1 + self.eps)
         return self.nn(out)
 
@@ -79,8 +71,7 @@ class GINEConv(AggregationConv, conv.GINEConv):
         edge_attr: OptTensor = None,
         size: Size = None,
     ) -> ConvCall:
-        features = adjacency_features(edge_index)
-        attr = features if edge_attr is None else edge_attr
+        attr = adjacency_features(edge_index) if edge_attr is None else edge_attr
         reasons: tuple[str, ...] = ()
         source = x if isinstance(x, Tensor) else x[0]
         if attr is None or attr.dim() != 2 or attr.size(0) != num_edges(edge_index):
@@ -91,6 +82,15 @@ class GINEConv(AggregationConv, conv.GINEConv):
             reasons = ("edge features in a sparse adjacency",)
         return self._check_support(x, edge_index, attr, size=size, weighted=False, reasons=reasons)
 
+    def _message_inputs(self, call: ConvCall) -> MessageInputs:
+        graph, _, _ = self._edges(call)
+        operands: dict[str, Any] = {"edge": call.edge_attr}
+        if (message := call.problem[0]) == "relu_linear":
+            operands |= {"lin_weight": self.lin.weight.t(), "lin_bias": self.lin.bias}
+        elif self.lin is not None:
+            operands["edge"] = self.lin(call.edge_attr)
+        return MessageInputs(graph, message=message, vectors=operands)
+
     def forward(
         self,
         x: Tensor | OptPairTensor,
@@ -99,21 +99,9 @@ class GINEConv(AggregationConv, conv.GINEConv):
         size: Size = None,
     ) -> Tensor:
         """PyG's forward, also on a `Graph`; see `torch_geometric.nn.GINEConv.forward`."""
-        out: Any
-        x_src, x_dst = (x, x) if isinstance(x, Tensor) else x
-        if self._is_left(x, edge_index):
-            out = self._of_few(x, edge_index, size, edge_attr=edge_attr)
-            if out is None:
-                return run_left(super().forward, x, edge_index, edge_attr, size=size)  # type: ignore[no-any-return]
-        else:
-            call = self._call(x, edge_index, edge_attr, size)
-            if call.reasons:
-                return self._fall_back(call, x, edge_attr, size=size)  # type: ignore[no-any-return]
-            operands: dict[str, Any] = {"edge": call.edge_attr}
-            if (message := call.problem[0]) == "relu_linear":
-                operands |= {"lin_weight": self.lin.weight.t(), "lin_bias": self.lin.bias}
-            elif self.lin is not None:
-                operands["edge"] = self.lin(call.edge_attr)
-            out = self._aggregate(self._message_inputs(call._replace(edge_attr=None)), x_src, message, **operands)
+        out, is_output = self._reduced(x, edge_index, size, edge_attr=edge_attr)
+        if is_output:
+            return out  # type: ignore[no-any-return]
+        x_dst = x if isinstance(x, Tensor) else x[1]
         out = out if x_dst is None else torch.addcmul(out, x_dst, 1 + self.eps)
         return self.nn(out)

@@ -1,7 +1,5 @@
 """Drop-in for PyG's GraphConv on the fused aggregation."""
 
-from typing import Any
-
 from torch import Tensor
 from torch_geometric.nn import conv
 from torch_geometric.typing import Adj, OptPairTensor, OptTensor, Size
@@ -10,7 +8,6 @@ from pyg_dfgnn.graph import Graph
 from pyg_dfgnn.nn.conv.aggregation import AggregationConv
 from pyg_dfgnn.nn.conv_call import ConvCall
 from pyg_dfgnn.nn.gate import methods_of
-from pyg_dfgnn.ops.visits import run_left
 
 
 class GraphConv(AggregationConv, conv.GraphConv):
@@ -41,16 +38,9 @@ class GraphConv(AggregationConv, conv.GraphConv):
         size: Size = None,
     ) -> Tensor:
         """PyG's forward, also on a `Graph`; see `torch_geometric.nn.GraphConv.forward`."""
-        out: Any
-        x_src, x_dst = (x, x) if isinstance(x, Tensor) else x
-        if self._is_left(x, edge_index, edge_weight):
-            out = self._of_few(x, edge_index, size, edge_weight=edge_weight)
-            if out is None:
-                return run_left(super().forward, x, edge_index, edge_weight, size=size)  # type: ignore[no-any-return]
-        else:
-            call = self._call(x, edge_index, edge_weight, size)
-            if call.reasons:
-                return self._fall_back(call, x, edge_weight, size=size)  # type: ignore[no-any-return]
-            out = self._aggregate(self._message_inputs(call), x_src)
+        out, is_output = self._reduced(x, edge_index, size, edge_weight=edge_weight)
+        if is_output:
+            return out  # type: ignore[no-any-return]
+        x_dst = x if isinstance(x, Tensor) else x[1]
         out = self.lin_rel(out)
         return out if x_dst is None else out + self.lin_root(x_dst)

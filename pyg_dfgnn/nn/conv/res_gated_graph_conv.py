@@ -54,7 +54,7 @@ class ResGatedGraphConv(AggregationConv, conv.ResGatedGraphConv):
         else:
             key, value = project(x_src, self.lin_query, self.lin_value)
             target = self.lin_key(x_dst)
-        out = self._aggregate(self._message_inputs(call), value, self._message, key=key, target=target)
+        out = self._aggregate(self._message_inputs(call), value, key=key, target=target)
         if self.root_weight:
             out = out + self.lin_skip(x_dst)
         return out if self.bias is None else out + self.bias

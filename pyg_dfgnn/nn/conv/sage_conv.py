@@ -1,7 +1,5 @@
 """Drop-in for PyG's SAGEConv on the fused aggregation."""
 
-from typing import Any
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -12,7 +10,6 @@ from pyg_dfgnn.graph import Graph
 from pyg_dfgnn.nn.conv.aggregation import AggregationConv
 from pyg_dfgnn.nn.conv_call import ConvCall
 from pyg_dfgnn.nn.gate import methods_of
-from pyg_dfgnn.ops.visits import run_left
 
 
 class SAGEConv(AggregationConv, conv.SAGEConv):
@@ -27,23 +24,14 @@ class SAGEConv(AggregationConv, conv.SAGEConv):
     _upstream_methods = methods_of(conv.SAGEConv)
 
     def _call(self, x: Tensor | OptPairTensor, edge_index: Adj | Graph, size: Size = None) -> ConvCall:
-        return self._check_support(x, edge_index, size=size, weighted=self._reads_values(edge_index))
+        return self._check_support(x, edge_index, size=size, weighted=None)
 
     def forward(self, x: Tensor | OptPairTensor, edge_index: Adj | Graph, size: Size = None) -> Tensor:
         """PyG's forward, also on a `Graph`; see `torch_geometric.nn.SAGEConv.forward`."""
-        out: Any
-        x_src, x_dst = (x, x) if isinstance(x, Tensor) else x
-        if self._is_left(x, edge_index):
-            out = None if self.project else self._of_few(x, edge_index, size)
-            if out is None:
-                return run_left(super().forward, x, edge_index, size=size)  # type: ignore[no-any-return]
-        else:
-            call = self._call(x, edge_index, size)
-            if call.reasons:
-                return self._fall_back(call, x, size=size)  # type: ignore[no-any-return]
-            if self.project:
-                x_src = self.lin(x_src).relu()
-            out = self._aggregate(self._message_inputs(call), x_src)
+        out, is_output = self._reduced(x, edge_index, size)
+        if is_output:
+            return out  # type: ignore[no-any-return]
+        x_dst = x if isinstance(x, Tensor) else x[1]
         out = self.lin_l(out)
         if self.root_weight and x_dst is not None:
             out = out + self.lin_r(x_dst)
