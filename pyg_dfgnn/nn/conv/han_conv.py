@@ -13,7 +13,7 @@ from pyg_dfgnn.nn.conv.hetero import JointConv
 from pyg_dfgnn.nn.conv_call import ConvCall
 from pyg_dfgnn.nn.dense import TorchLinear
 from pyg_dfgnn.nn.gate import finalize_dtype, is_plain_layer, methods_of, promoted_dtype
-from pyg_dfgnn.nn.programs import kept_by_dropout
+from pyg_dfgnn.nn.relational_program import kept_by_dropout
 from pyg_dfgnn.ops.relational import RowSet
 
 

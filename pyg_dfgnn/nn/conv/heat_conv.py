@@ -16,8 +16,8 @@ from pyg_dfgnn.nn.conv.relational import RelationalConv
 from pyg_dfgnn.nn.conv_call import ConvCall, num_edges
 from pyg_dfgnn.nn.dense.hetero_linear import HETERO_LINEAR, typed_rows
 from pyg_dfgnn.nn.gate import finalize_dtype, is_plain_layer, methods_of, promoted_dtype
-from pyg_dfgnn.nn.programs import kept_by_dropout, run
 from pyg_dfgnn.nn.projection import is_plain_linear
+from pyg_dfgnn.nn.relational_program import kept_by_dropout, run
 from pyg_dfgnn.ops.relational import RowSet
 
 

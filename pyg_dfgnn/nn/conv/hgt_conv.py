@@ -20,7 +20,7 @@ from pyg_dfgnn.nn.conv.hetero import JointConv
 from pyg_dfgnn.nn.conv_call import ConvCall
 from pyg_dfgnn.nn.dense.hetero_linear import HETERO_DICT_LINEAR, HETERO_LINEAR, LINEAR, MANY_TYPES
 from pyg_dfgnn.nn.gate import has_hooks, is_plain_layer, methods_of
-from pyg_dfgnn.nn.programs import moved
+from pyg_dfgnn.nn.relational_program import moved
 from pyg_dfgnn.ops.eager import is_eager
 from pyg_dfgnn.ops.gated_residual import gated_residual
 from pyg_dfgnn.ops.relational import RowSet, index_space_of

@@ -14,7 +14,7 @@ from pyg_dfgnn.nn import conv_call
 from pyg_dfgnn.nn.conv.aggregation import is_matrix, values_of
 from pyg_dfgnn.nn.conv_call import ConvCall
 from pyg_dfgnn.nn.gate import FusedConv, is_multiple
-from pyg_dfgnn.nn.programs import RelationalProblem, dtype_reasons, explain, reasons_of_problem, run
+from pyg_dfgnn.nn.relational_program import RelationalProblem, dtype_reasons, explain, reasons_of_problem, run
 from pyg_dfgnn.ops.relational import RowSet, index_space_of
 
 

@@ -16,8 +16,8 @@ from pyg_dfgnn.nn.conv.aggregation import is_matrix, values_of
 from pyg_dfgnn.nn.conv.relational import RelationalConv
 from pyg_dfgnn.nn.conv_call import ConvCall, edges_in_flow, form_of, num_edges, with_weights
 from pyg_dfgnn.nn.gate import methods_of
-from pyg_dfgnn.nn.programs import kept_by_dropout
 from pyg_dfgnn.nn.projection import is_plain_linear
+from pyg_dfgnn.nn.relational_program import kept_by_dropout
 from pyg_dfgnn.ops.relational import RowSet
 
 

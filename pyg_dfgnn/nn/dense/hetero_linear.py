@@ -13,8 +13,8 @@ from pyg_dfgnn.graph import Graph
 from pyg_dfgnn.ir import IndexSpace
 from pyg_dfgnn.nn.dense.linear import Linear
 from pyg_dfgnn.nn.gate import export_reasons, is_plain_layer, reasons_on_device, storage_dtype
-from pyg_dfgnn.nn.programs import RelationalProblem, dtype_reasons, explain, reasons_of_problem, run
 from pyg_dfgnn.nn.registry import Description, shown
+from pyg_dfgnn.nn.relational_program import RelationalProblem, dtype_reasons, explain, reasons_of_problem, run
 from pyg_dfgnn.nn.scripted import Scripted
 from pyg_dfgnn.ops.eager import is_eager
 from pyg_dfgnn.ops.relational import RowSet, index_space_of

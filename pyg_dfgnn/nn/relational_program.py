@@ -1,4 +1,4 @@
-"""Programs in layers: what is asked before one is known, how they run in PyG's dtypes, and what describes them."""
+"""Programs of relational layers: what the gate asks of them, how they run in PyG's dtypes, and what describes them."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
