@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from pyg_dfgnn.fallback import NO_DEVICE, SMALL, report_fallback
-from pyg_dfgnn.graph.made import Seen, graph_of
+from pyg_dfgnn.graph.equal_edges import Seen, graph_of
 from pyg_dfgnn.ir.program import SEED, Program
 from pyg_dfgnn.ops.core import draw_seed
 from pyg_dfgnn.ops.relational.backend import backend, is_small

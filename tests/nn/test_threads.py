@@ -12,7 +12,7 @@ import torch_geometric.nn as pyg
 import pyg_dfgnn
 import pyg_dfgnn.nn as ours
 from pyg_dfgnn.graph import Graph
-from pyg_dfgnn.graph.made import MOST_GRAPHS, graph_of
+from pyg_dfgnn.graph.equal_edges import MOST_GRAPHS, graph_of
 from pyg_dfgnn.ir import IndexSpace
 from pyg_dfgnn.reference.tolerances import elementwise
 

@@ -5,7 +5,7 @@ import torch
 
 from pyg_dfgnn.errors import IdRangeError
 from pyg_dfgnn.graph import Graph
-from pyg_dfgnn.graph.made import graph_of
+from pyg_dfgnn.graph.equal_edges import graph_of
 from pyg_dfgnn.ops.graph import MEASURED_EDGES, reports, unmeasured_graph
 from tests.emu import needs_compiler
 from tests.kernels.emulated import emulated_device

@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 from pyg_dfgnn.graph import Graph
+from pyg_dfgnn.graph.equal_edges import Seen, graph_of
 from pyg_dfgnn.graph.hetero import joint_graph
-from pyg_dfgnn.graph.made import Seen, graph_of
 from pyg_dfgnn.graph.relations import one_relation
 from pyg_dfgnn.ir import D, Domain, E, IndexSpace, One, Program, R, S, interpret
 from pyg_dfgnn.ir.domains import Ts

@@ -20,7 +20,7 @@ Seen = dict[Any, Any]
 """By the sizes of a graph the last edges, weakly, or edges with their graph."""
 
 
-class _Made(NamedTuple):
+class _EqualEdges(NamedTuple):
     """Edges that a forward has made, and their types, in copies that nobody edits, and their graph."""
 
     tensors: tuple[Tensor, ...]
@@ -62,21 +62,21 @@ def graph_of(
         return None
     kind = *((tensor.shape, tensor.dtype, tensor.device) for tensor in tensors), *sizes
     entry = seen.get(kind)
-    if isinstance(entry, _Made):
+    if isinstance(entry, _EqualEdges):
         if entry.has(tensors):
             # For the next `propagate` of this forward, which need not wait then.
             keep(entry.graph, tensors, sizes)
             return entry.graph.on_this_stream()
         entry = None
     # Edges of the same sizes as others that are gone: the forward makes them. Others live with their owner.
-    is_made = entry is not None and any(reference() is None for reference in entry)
+    is_remade = entry is not None and any(reference() is None for reference in entry)
     # A compiled graph writes to the memory of what it has made as soon as nothing in it reads that any more.
-    kept = _copies(tensors) if is_made else tensors
+    kept = _copies(tensors) if is_remade else tensors
     graph = Graph.resolve(*kept, *sizes)
     if kind not in seen and len(seen) >= MOST_GRAPHS:
         # Another thread may take the oldest meanwhile.
         seen.pop(list(seen)[0], None)
-    seen[kind] = _Made(kept, graph) if is_made else tuple(map(weakref.ref, tensors))
+    seen[kind] = _EqualEdges(kept, graph) if is_remade else tuple(map(weakref.ref, tensors))
     return graph
 
 
