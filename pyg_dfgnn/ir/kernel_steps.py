@@ -95,7 +95,7 @@ class Lowered:
         gradients = {f"d_{name}" for name in self.outputs}
         return tuple(n for n in reads if n not in written | fixed | gradients)
 
-    def moved(self, sizes: Mapping[Domain, int]) -> int:
+    def traffic_elements(self, sizes: Mapping[Domain, int]) -> int:
         """Return how many numbers all steps read and write; a row is read as often as it is gathered.
 
         Args:

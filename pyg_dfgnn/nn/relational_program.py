@@ -55,7 +55,7 @@ def run(
     return {name: finalize_dtype(x, dtype, False) for name, x in results.items()}
 
 
-def moved(
+def traffic_elements(
     layer: Layer, shapes: Mapping[str, tuple[int, ...]], sizes: Mapping[Domain, int], wrt: Sequence[str] = ()
 ) -> int:
     """Return how many numbers the steps of a layer's program read and write, forward and backward.
@@ -67,7 +67,7 @@ def moved(
         wrt: Inputs whose gradients are wanted.
     """
     program = layer_of(layer).program(**shapes)
-    return lower(Passes().run(program, sizes, wrt), dict(program.outputs)).moved(sizes)
+    return lower(Passes().run(program, sizes, wrt), dict(program.outputs)).traffic_elements(sizes)
 
 
 def explain(layer: Layer, rows: IndexSpace, inputs: Mapping[str, Tensor], outputs: Sequence[str] | None = None) -> str:

@@ -22,12 +22,12 @@ def test_numbers_that_steps_move():
     program = rgcn_sum.program(x=(8,), weight=(8, 4))
     sizes = {One: 1, R: 3, S: 100, D: 90, U: 40, V: 5, E: 700}
 
-    def moved(*off):
-        return lower(optimise(program, sizes, off=off)[-1].program, ("out",)).moved(sizes)
+    def traffic(*off):
+        return lower(optimise(program, sizes, off=off)[-1].program, ("out",)).traffic_elements(sizes)
 
     mapped_first = [40 * 8 + 3 * 8 * 4 + 40 * 4, 700 * 4 + 90 * 4]
     summed_first = [700 * 8 + 5 * 8, 5 * 8 + 3 * 8 * 4 + 5 * 4, 5 * 4 + 90 * 4]
-    assert (moved("aggregate_first"), moved()) == (sum(mapped_first), sum(summed_first))
+    assert (traffic("aggregate_first"), traffic()) == (sum(mapped_first), sum(summed_first))
 
 
 @pytest.mark.parametrize(
@@ -46,7 +46,7 @@ def test_sums_come_before_the_map_where_all_steps_then_move_less(sizes, has_back
     program = rgcn_mean.program(x=(64,), weight=(64, 64))
     wrt = ("x", "weight") if has_backward else ()
     ways = [optimise(program, sizes, wrt=wrt, off=off)[-1].program for off in ((), ("aggregate_first",))]
-    summed, mapped = (lower(way, ("out",)).moved(sizes) for way in ways)
+    summed, mapped = (lower(way, ("out",)).traffic_elements(sizes) for way in ways)
     assert (summed < mapped) == is_summed_first
     chosen = Passes().run(program, sizes, wrt)
     assert Passes().run(program, sizes, wrt) is chosen

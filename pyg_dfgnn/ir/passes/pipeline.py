@@ -86,7 +86,7 @@ def _optimised(program: Program, sizes: RowCounts, wrt: tuple[str, ...], off: fr
             steps = lower(way, dict(program.outputs))
         except LoweringError:
             continue
-        costs[way] = bool(steps.edge_rows), steps.moved(known)
+        costs[way] = bool(steps.edge_rows), steps.traffic_elements(known)
     return min(costs, key=costs.__getitem__, default=next(iter(ways)))
 
 

@@ -20,7 +20,7 @@ from pyg_dfgnn.nn.conv.hetero import JointConv
 from pyg_dfgnn.nn.conv_call import ConvCall
 from pyg_dfgnn.nn.dense.hetero_linear import HETERO_DICT_LINEAR, HETERO_LINEAR, LINEAR, MANY_TYPES
 from pyg_dfgnn.nn.gate import has_hooks, is_plain_layer, methods_of
-from pyg_dfgnn.nn.relational_program import moved
+from pyg_dfgnn.nn.relational_program import traffic_elements
 from pyg_dfgnn.ops.eager import is_eager
 from pyg_dfgnn.ops.gated_residual import gated_residual
 from pyg_dfgnn.ops.relational import RowSet, index_space_of
@@ -52,7 +52,7 @@ def _features_move_less(sizes: RowCounts, size: int, has_backward: bool, has_gra
     ):
         of_nodes, of_relations = around[has_backward]
         outside = of_nodes * size * rows[S] + of_relations * size**2 * rows[R]
-        costs.append(outside + moved((layer,), shapes, rows, gradients))
+        costs.append(outside + traffic_elements((layer,), shapes, rows, gradients))
     return costs[0] < costs[1]
 
 
