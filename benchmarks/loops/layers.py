@@ -443,10 +443,12 @@ class VectorBlock(MessagePassing):
     def forward(self, x: Tensor, vectors: Tensor, edge_index: Tensor, *edge: Tensor) -> tuple[Tensor, Tensor]:
         expanded, cut, direction = edge
         weight = self.filter(expanded) * cut
-        new, moved = self.propagate(edge_index, phi=self.net(x), vectors=vectors, weight=weight, direction=direction)
-        vectors = vectors + moved
+        scalar, vector = self.propagate(
+            edge_index, phi=self.net(x), vectors=vectors, weight=weight, direction=direction
+        )
+        vectors = vectors + vector
         # The square is smooth where a vector is zero.
-        return x + self.mix(torch.cat([new, vectors.square().sum(dim=1)], dim=-1)), vectors
+        return x + self.mix(torch.cat([scalar, vectors.square().sum(dim=1)], dim=-1)), vectors
 
     def message(self, phi_j: Tensor, vectors_j: Tensor, weight: Tensor, direction: Tensor) -> tuple[Tensor, Tensor]:
         scalar, along, of_vectors = torch.split(phi_j * weight, phi_j.size(-1) // 3, dim=-1)

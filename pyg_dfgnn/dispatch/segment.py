@@ -248,10 +248,11 @@ def _cost(problem: SegmentProblem, direction: str, graph: Graph, plan: RowSplitP
         return Cost({"memory": rows.num_rows * (problem.row_bytes * 5 + 12) / gpu.memory_bytes_per_s})
     row_bytes = problem.edge_channels * problem.dtype.itemsize
     edge_bytes = {0: 4, 1: 8 + problem.row_bytes, 2: 12, 3: 8 + row_bytes}[plan.constants["EDGE"]]
-    moved = rows.num_rows * problem.row_bytes * len(problem.stats) + rows.num_cols * problem.gathered_bytes(direction)
+    traffic_bytes = rows.num_rows * problem.row_bytes * len(problem.stats)
+    traffic_bytes += rows.num_cols * problem.gathered_bytes(direction)
     return Cost(
         {
-            "memory": (moved + rows.num_edges * edge_bytes) / gpu.memory_bytes_per_s,
+            "memory": (traffic_bytes + rows.num_edges * edge_bytes) / gpu.memory_bytes_per_s,
             "gathers": rows.num_edges * problem.gathered_bytes(direction) / gpu.cache_bytes_per_s,
         },
         {"launches": plan.blocks * gpu.launch_s},

@@ -44,16 +44,16 @@ class Built:
     stays: Tensor | None = None
 
 
-def moved(built: Built, move: Callable[[Tensor], Tensor]) -> Built:
-    """Return the result of a build with all arrays moved."""
+def map_arrays(built: Built, function: Callable[[Tensor], Tensor]) -> Built:
+    """Return the result of a build with what a function makes of each array."""
 
     def side(of: Adjacency | None) -> Any:
         if of is None:
             return None
-        rowptr, col = move(of.rowptr), move(of.col)
-        return replace(of, rowptr=rowptr, col=col, perm=col if of.perm is of.col else move(of.perm))
+        rowptr, col = function(of.rowptr), function(of.col)
+        return replace(of, rowptr=rowptr, col=col, perm=col if of.perm is of.col else function(of.perm))
 
-    stays = None if built.stays is None else move(built.stays)
+    stays = None if built.stays is None else function(built.stays)
     return replace(built, csr=side(built.csr), csc=side(built.csc), stays=stays)
 
 

@@ -34,7 +34,7 @@ from pyg_dfgnn.graph.build import (
     build_ptr,
     build_relation,
     check_sizes,
-    moved,
+    map_arrays,
 )
 from pyg_dfgnn.graph.cache import GraphCache
 from pyg_dfgnn.graph.derived import Derived, version_of
@@ -148,7 +148,7 @@ class Graph(Derived):
         """
         if torch.empty(0, device=device).device == self.device:
             return self
-        return self._moved(lambda tensor: tensor.to(device, non_blocking=non_blocking))
+        return self._map_arrays(lambda tensor: tensor.to(device, non_blocking=non_blocking))
 
     def cpu(self) -> Graph:
         """Return the graph on the CPU."""
@@ -160,13 +160,14 @@ class Graph(Derived):
 
     def pin_memory(self) -> Graph:
         """Return the graph in pinned memory of the host."""
-        return self._moved(Tensor.pin_memory)
+        return self._map_arrays(Tensor.pin_memory)
 
-    def _moved(self, move: Callable[[Tensor], Tensor]) -> Graph:
+    def _map_arrays(self, function: Callable[[Tensor], Tensor]) -> Graph:
         self._check_fixed("moved")
         built, sizes, self_loops, relation = self._parts()
         with torch.inference_mode(False), torch.no_grad():
-            return _unpickled(moved(built, move), sizes, self_loops, None if relation is None else move(relation))
+            relation = None if relation is None else function(relation)
+            return _unpickled(map_arrays(built, function), sizes, self_loops, relation)
 
     # Making a graph -------------------------------------------------------------------------------------------------
 

@@ -113,8 +113,8 @@ class DeviceLoader:
 def whole_graph(task: Task, device: torch.device) -> dict[str, Any]:
     """Return the one graph of a task on the device, once per split with only the labels of that split."""
     # PyG moves a graph in place, but a sampler needs it on the host.
-    moved = task.map(lambda graph: copy.copy(graph).to(device))
-    return {split: [labelled(graph, split)] for split, (graph,) in moved.splits.items()}
+    on_device = task.map(lambda graph: copy.copy(graph).to(device))
+    return {split: [labelled(graph, split)] for split, (graph,) in on_device.splits.items()}
 
 
 def labelled(graph: Data, split: str) -> Data:
@@ -186,11 +186,11 @@ def query_batches(
         options: `batch_size`, the number of queries of a batch.
         order: Generator of the order of the training queries.
     """
-    moved = task.map(lambda graph: copy.copy(graph).to(device))
+    on_device = task.map(lambda graph: copy.copy(graph).to(device))
     # The splits have the edges of one tensor, so that what is derived from them is made once.
-    edges = {name: moved.splits["train"][0][name] for name in ("edge_index", "edge_type")}
+    edges = {name: on_device.splits["train"][0][name] for name in ("edge_index", "edge_type")}
     batches = {}
-    for split, (graph,) in moved.splits.items():
+    for split, (graph,) in on_device.splits.items():
         graph.update(edges)
         loader = QueryLoader(graph, options["batch_size"], task.num_relations, order if split == "train" else None)
         batches[split] = Batches(loader, _unchanged, device)

@@ -98,14 +98,14 @@ class Reorder(BaseTransform):
         edge_index = _edge_index(data, num_nodes)
         started = time.perf_counter()
         perm = node_order(edge_index, num_nodes, self.method)
-        moved = _moved(data, perm, inverse_of(perm))
-        total = moved.get(NODE_PERM, perm)
-        moved |= {NODE_PERM: total, NODE_INVERSE: inverse_of(total)}
+        reordered = _reordered(data, perm, inverse_of(perm))
+        total = reordered.get(NODE_PERM, perm)
+        reordered |= {NODE_PERM: total, NODE_INVERSE: inverse_of(total)}
         if perm.is_cuda:
             torch.cuda.synchronize(perm.device)
         cost_s = time.perf_counter() - started
         before = self._misses(edge_index, num_nodes)
-        data.update(moved)
+        data.update(reordered)
         self.report = ReorderReport(self.method, cost_s, before, self._misses(_edge_index(data, num_nodes), num_nodes))
         return data
 
@@ -187,31 +187,31 @@ def _edge_index(data: Data, num_nodes: int) -> Tensor:
     return edges
 
 
-def _moved(data: Data, perm: Tensor, inverse: Tensor) -> dict[str, Any]:
+def _reordered(data: Data, perm: Tensor, inverse: Tensor) -> dict[str, Any]:
     """The attributes that change, by name, in the new order."""
     (store,) = data.stores
     num_nodes, edge_order = perm.numel(), None
-    moved: dict[str, Any] = {}
+    reordered: dict[str, Any] = {}
     for name, value in store.items():
         if name == NODE_INVERSE:
             continue
         if "adj" in name and is_adjacency(value):
-            moved[name], edge_order = _permuted(value, inverse)
+            reordered[name], edge_order = _permuted(value, inverse)
         elif "adj" in name and isinstance(value, Tensor) and value.shape[:2] == (num_nodes, num_nodes):
-            moved[name] = value.index_select(0, perm).index_select(1, perm)
+            reordered[name] = value.index_select(0, perm).index_select(1, perm)
         elif _holds_ids(name, value):
-            moved[name] = _renumbered(name, value, inverse)
+            reordered[name] = _renumbered(name, value, inverse)
             if value.dim() == 1 and store.is_node_attr(name):
-                moved[name] = moved[name].index_select(0, perm)
+                reordered[name] = reordered[name].index_select(0, perm)
         elif isinstance(value, torch_geometric.typing.SparseTensor) and value.size(0) == num_nodes:
-            moved[name] = value.index_select(0, perm)
+            reordered[name] = value.index_select(0, perm)
         elif f"{name}_index" not in data and store.is_node_attr(name):
-            moved[name] = _rows(value, perm, data.__cat_dim__(name, value, store))
+            reordered[name] = _rows(value, perm, data.__cat_dim__(name, value, store))
     if edge_order is not None and "edge_index" not in data:
         for name, value in store.items():
-            if name not in moved and store.is_edge_attr(name):
-                moved[name] = _rows(value, edge_order, data.__cat_dim__(name, value, store))
-    return moved
+            if name not in reordered and store.is_edge_attr(name):
+                reordered[name] = _rows(value, edge_order, data.__cat_dim__(name, value, store))
+    return reordered
 
 
 def _holds_ids(name: str, value: Any) -> bool:

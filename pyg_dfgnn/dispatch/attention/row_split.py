@@ -461,7 +461,7 @@ def cost(problem: AttentionProblem, direction: str, graph: Graph, chosen: RowSpl
         read = rows.num_rows * problem.heads * problem.channels * (8 + problem.dtype.itemsize)
         return Cost({"memory": read / gpu.memory_bytes_per_s}, {"launch": gpu.launch_s})
     tensors = gathers(problem, direction)
-    moved = (rows.num_rows * (tensors + 1) + rows.num_cols * tensors) * problem.row_bytes + 4 * rows.num_edges
+    traffic_bytes = (rows.num_rows * (tensors + 1) + rows.num_cols * tensors) * problem.row_bytes + 4 * rows.num_edges
     # The state of all rows, written and read between sweeps.
     carried = 8 * (chosen.blocks - 1) * rows.num_rows * problem.heads * problem.channels
     node_bytes = tensors * problem.row_bytes
@@ -470,7 +470,7 @@ def cost(problem: AttentionProblem, direction: str, graph: Graph, chosen: RowSpl
     chain = -(-min(rows.max_degree, chosen.max_edges) // (c["UNROLL"] * c["EDGE_SLOTS"]))
     return Cost(
         {
-            "memory": (moved + carried) / gpu.memory_bytes_per_s,
+            "memory": (traffic_bytes + carried) / gpu.memory_bytes_per_s,
             "gathers": gathered / gpu.cache_bytes_per_s,
             "instructions": issued(direction, problem, rows, chosen.constants, chosen.blocks) / gpu.instructions_per_s,
             "longest row": chain * STEP_S,

@@ -216,11 +216,11 @@ def cost(problem: AttentionProblem, direction: str, graph: Graph, chosen: SmemPl
     fitting = (gpu.shared_bytes + _RESERVED) // (chosen.shared_bytes + _RESERVED)
     waiting = max(1.0, c["MIN_BLOCKS"] / fitting) ** (1 / 3)
     gathered = side.num_edges * rows.gathers(problem, direction) * problem.row_bytes
-    moved = problem.record.node_tensors(direction) * side.num_rows * problem.row_bytes + 4 * side.num_edges
+    traffic_bytes = problem.record.node_tensors(direction) * side.num_rows * problem.row_bytes + 4 * side.num_edges
     issued = rows.issued(direction, problem, side, c) * _untimed(problem, direction, c)
     return Cost(
         {
-            "memory": moved / gpu.memory_bytes_per_s,
+            "memory": traffic_bytes / gpu.memory_bytes_per_s,
             "gathers": gathered / (SHARED_BYTES_PER_S if c["IN_SHARED"] else NEAR_BYTES_PER_S),
             "instructions": problem.record.smem_tuning(direction).instructions
             * waiting
