@@ -15,6 +15,7 @@ from torch_geometric.utils import degree
 
 from benchmarks.loops import data, layers
 from benchmarks.loops.data import MAG, MAG_NODES, TABLES, HostBatches
+from pyg_dfgnn.models import ContinuousFilterNet
 
 NOT_CAPTURED = "each step has new edges that are no batch of small graphs, or a layer waits for the device"
 
@@ -122,6 +123,29 @@ def _molecules(small: bool) -> Iterator[LoopCase]:
             yield from _graph_level("molecules", f"sol-b{batch}", partial(data.molecules, batch), width)
     batch = 8 if small else 128
     yield from _graph_level("molecules", f"qm9-b{batch}", partial(data.qm9, batch), 16 if small else 64)
+    # What `train.py data=qm9` trains.
+    batch, width = (8, 16) if small else (256, 128)
+    source = partial(data.qm9, batch, "lengths")
+    make = partial(_filter_net, width)
+    yield LoopCase(
+        "molecules",
+        "filters",
+        f"qm9-b{batch}-h{width}",
+        source,
+        make,
+        _call_filters,
+        _weighted_square,
+        capture="graphs",
+    )
+
+
+def _filter_net(width: int, batch: Any) -> nn.Module:
+    return ContinuousFilterNet(batch.x.size(1), 1, hidden_channels=width)
+
+
+def _call_filters(model: nn.Module, batch: Any) -> Tensor:
+    out = model(batch.x, batch.edge_index, batch.batch, batch.num_graphs, edge_attr=batch.edge_attr)
+    return out.view(-1)  # type: ignore[no-any-return]
 
 
 def _superpixels(small: bool) -> Iterator[LoopCase]:
@@ -342,7 +366,7 @@ def _force_blocks(name: str, width: int, _: Any) -> list[nn.Module]:
 
 def _forces(small: bool) -> Iterator[LoopCase]:
     batch, width = (4, 8) if small else (128, 64)
-    source, size = partial(data.qm9, batch, True), f"qm9-b{batch}-h{width}"
+    source, size = partial(data.qm9, batch, "positions"), f"qm9-b{batch}-h{width}"
     for name in BLOCKS:
         make = _stack(partial(layers.Energies, width), partial(_force_blocks, name), width)
         yield LoopCase("forces", name, size, source, make, _call_forces, _energies_and_forces, capture="graphs")

@@ -88,18 +88,22 @@ def molecules(batch_size: int) -> HostBatches:
 
 
 @cache
-def qm9(batch_size: int, has_positions: bool = False) -> HostBatches:
+def qm9(batch_size: int, form: str = "functions") -> HostBatches:
     """Molecules of QM9 with edges between atoms within 5 Angstrom.
 
     Args:
         batch_size: Molecules of a batch.
-        has_positions: Whether they have positions, in place of functions of the lengths of edges.
+        form: "functions" of the lengths of edges, "lengths", as training has them, or "positions" of atoms.
     """
     task = datasets.qm9(radius=RADIUS, num_graphs=min(POOL * batch_size, 20_000))
     centres, graphs = torch.linspace(0, RADIUS, 16), []
     for graph in task.splits["train"]:
-        more = {"pos": graph.pos} if has_positions else {"edge_attr": torch.exp(-2 * (graph.edge_attr - centres) ** 2)}
-        graphs.append(Data(x=graph.x.argmax(1), edge_index=graph.edge_index, y=graph.y, **more))
+        if form == "functions":
+            more = {"edge_attr": torch.exp(-2 * (graph.edge_attr - centres) ** 2)}
+        else:
+            more = {"pos": graph.pos} if form == "positions" else {"edge_attr": graph.edge_attr}
+        x = graph.x if form == "lengths" else graph.x.argmax(1)
+        graphs.append(Data(x=x, edge_index=graph.edge_index, y=graph.y, **more))
     return _batched(_grouped(graphs, batch_size), _origin(task))
 
 
