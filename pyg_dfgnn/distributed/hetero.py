@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch_geometric.data import HeteroData
 from torch_geometric.typing import EdgeType, NodeType
 
 from pyg_dfgnn.distributed.group import Group
@@ -73,11 +74,15 @@ class PartitionedHeteroGraph(Mapping[EdgeType, PartitionedGraph]):
 
     def remote_share(self) -> float:
         """Return the share of the halo in the rows that a layer reads, over all processes, which must make the call."""
-        by_type = {edge_type[0]: part for edge_type, part in self.items()}
-        halo = sum(part.num_halo for part in by_type.values())
-        sources = sum(part.num_sources for part in by_type.values())
-        halo, sources = self.group.sum(torch.tensor([halo, sources], device=self.group.device)).tolist()
-        return halo / max(sources, 1)
+        return remote_share(self, self.group)
+
+
+def remote_share(parts: Mapping[EdgeType, PartitionedGraph], group: Group) -> float:
+    """Return the share of the halo in the rows that a layer reads, over all processes, which must make the call."""
+    by_type = {edge_type[0]: part for edge_type, part in parts.items()}
+    counts = [sum(part.num_halo for part in by_type.values()), sum(part.num_sources for part in by_type.values())]
+    halo, sources = group.sum(torch.tensor(counts, device=group.device)).tolist()
+    return halo / max(sources, 1)  # type: ignore[no-any-return]
 
 
 def partition_hetero(
@@ -126,6 +131,35 @@ def partition_hetero(
         ends, edge_ids = zip(*own)
         parts.update(zip(edge_types, parts_of(ends, edge_ids, bounds[name], targets, group)))
     return PartitionedHeteroGraph({edge_type: parts[edge_type] for edge_type in edge_index_dict}, bounds, group)
+
+
+def own_hetero_part(graph: HeteroData, group: Group) -> HeteroData:
+    """Return a process's part of a graph of several types: its own rows of all attributes, on the group's device.
+
+    Args:
+        graph: Whole graph, equal on every process; labels and masks as in :class:`pyg_dfgnn.datasets.Task`.
+        group: Processes, all of which must make the call.
+
+    Returns:
+        Data whose edge types hold a :class:`PartitionedGraph` each, for models that went through :func:`wrap`.
+    """
+    sizes = {name: int(graph[name].num_nodes) for name in graph.node_types}
+    parts = partition_hetero(graph.edge_index_dict, sizes, group)
+    own, first = HeteroData(), graph.node_types[0]
+    for name in graph.node_types:
+        own[name].num_nodes = parts.num_nodes[name]
+        for key, value in graph[name].items():
+            if graph[name].is_node_attr(key) and isinstance(value, Tensor):
+                own[name][key] = parts.local({name: value})[name]
+    for edge_type, part in parts.items():
+        own[edge_type].edge_index = part
+        for key, value in graph[edge_type].items():
+            if key != "edge_index" and graph[edge_type].is_edge_attr(key) and isinstance(value, Tensor):
+                own[edge_type][key] = value.index_select(0, part.edge_ids).to(group.device)
+    # Attributes of the whole graph are of the nodes of its first type.
+    for key, value in graph.stores[0].items():
+        own[key] = parts.local({first: value})[first]
+    return own
 
 
 def _targets(edge_index_dict: Mapping[EdgeType, Tensor], name: NodeType) -> Tensor:

@@ -26,7 +26,7 @@ from tqdm.contrib.logging import logging_redirect_tqdm
 
 from pyg_dfgnn.capture import Capacity, Recorder
 from pyg_dfgnn.datasets import Task
-from pyg_dfgnn.distributed import Group, own_part, wrap
+from pyg_dfgnn.distributed import Group, own_hetero_part, own_part, remote_share, wrap
 from pyg_dfgnn.errors import check_bool, check_choice, check_integer, check_range, check_type
 from pyg_dfgnn.graph import Graph
 from pyg_dfgnn.torch_private import foreach_copy
@@ -215,8 +215,11 @@ class Trainer:
         if task.num_relations or task.metadata:
             if sampler is not None:
                 raise ValueError(f"'sampler' needs null: the edges of the task have relations (got {sampler})")
-            if group.size > 1:
-                raise ValueError(f"'task' needs edges without relations to part them among {group.size} processes")
+            if group.size > 1 and task.num_relations:
+                raise ValueError(
+                    f"'task' needs features of nodes to part them among {group.size} processes: a learnt row per node "
+                    "would be whole on each"
+                )
             if is_link and cuda_graph:
                 raise ValueError("'cuda_graph' needs false: each batch of a task of links has other queries (got True)")
         elif task.full_graph and isinstance(task.splits["train"][0].edge_index, Graph):
@@ -245,11 +248,13 @@ class Trainer:
         self.best: dict[str, Any] | None = None
         self._batches: dict[str, Any]
         if loader is None:
-            own = task if group.size == 1 else task.map(lambda graph: own_part(graph, group))
+            cut: Any = own_hetero_part if task.metadata else own_part
+            own = task if group.size == 1 else task.map(lambda graph: cut(graph, group))
             self._batches = whole_graph(own, device)
             (data,) = self._batches["train"]
             if group.size > 1:
-                share = own.splits["train"][0].edge_index.remote_share()
+                (graph,) = own.splits["train"]
+                share = remote_share(graph.edge_index_dict, group) if task.metadata else graph.edge_index.remote_share()
                 log.info(
                     "nodes are partitioned: %.0f %% of the rows that a layer reads are of other processes", 100 * share
                 )

@@ -102,15 +102,20 @@ def test_fb15k237(tmp_path, packed):
         fb15k237(**options, num_val=2)
 
 
-def test_imdb(tmp_path):
-    (tmp_path / "hetero-small").mkdir()
+def write_imdb(folder):
+    """A file of five movies, of three genres."""
+    folder.mkdir()
     x = {kind: (np.array([[0, 2], [1, 0]]), np.array([size, 4])) for kind, size in (("movie", 5), ("actor", 3))}
     x["director"] = x["actor"]
     arrays = {f"{kind}_x_indices": indices for kind, (indices, _) in x.items()}
     arrays |= {f"{kind}_x_shape": shape for kind, (_, shape) in x.items()}
     links = {"actor__acted_in__movie": [[0, 1, 2], [4, 1, 0]], "director__directed_in__movie": [[2], [3]]}
     arrays |= {name: np.array(ends, dtype=np.int32) for name, ends in links.items()}
-    np.savez(tmp_path / "hetero-small" / "imdb.npz", movie_genre=np.array([0, 1, -1, 2, 0], dtype=np.int8), **arrays)
+    np.savez(folder / "imdb.npz", movie_genre=np.array([0, 1, -1, 2, 0], dtype=np.int8), **arrays)
+
+
+def test_imdb(tmp_path):
+    write_imdb(tmp_path / "hetero-small")
     task = imdb(search=[tmp_path])
     graph = task.splits["train"][0]
     nodes, edges = task.metadata

@@ -13,6 +13,7 @@ from pyg_dfgnn.training import loaders
 from pyg_dfgnn.training.run import train
 from tests.configs.train import train_config
 from tests.datasets.test_planetoid import write_raw
+from tests.datasets.test_relational import write_imdb
 
 # Batches of 4, 4 and 1 graphs: in the last one a process goes without.
 PATTERN = [
@@ -66,6 +67,7 @@ def train_all(folder, raw):
         + ["trainer.loader.batch_size=4", "model.layers=2", "model.hidden_channels=8"],
         "whole": [*citation, "model=gat", "model.dropout=0", "trainer.checkpoint_every=1"],
         "whole-gcn": [*citation, "model=gcn", "model.dropout=0"],
+        "types": ["data=imdb", f"paths.data=[{raw}]", "model.hidden_channels=8", "model.dropout=0"],
     }
     for name, overrides in runs.items():
         metric = run(folder / f"{name}-{group.size}" if group.is_main else folder / f"{group.rank}", *overrides)
@@ -105,6 +107,7 @@ def resume_all(folder):
 
 def test_runs_equal_one_process(launch, tmp_path):
     write_raw(tmp_path / "Cora" / "raw")
+    write_imdb(tmp_path / "hetero-small")
     launch(2, train_all, tmp_path, tmp_path)
 
 
