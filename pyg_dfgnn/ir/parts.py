@@ -58,10 +58,10 @@ def parts_of(program: Program) -> Parts | None:
         return {_name(program, i): i for i in sorted(wanted)}
 
     made = {i for i in before if values[i].op not in _GIVEN}
-    handed = read(edges, made) | read(after, made) | {_name(program, i): i for i in sorted(outputs & made)}
+    carried = read(edges, made) | read(after, made) | {_name(program, i): i for i in sorted(outputs & made)}
     results = read(after, edges) | {_name(program, i): i for i in sorted(outputs & edges)}
     return Parts(
-        _part(program, made, handed),
+        _part(program, made, carried),
         _part(program, edges, results),
         _part(program, after, dict(program.outputs)),
     )

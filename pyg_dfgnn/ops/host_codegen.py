@@ -152,13 +152,13 @@ class _Passes(HostFunction):
             dtype = "" if value.dtype == FEATURES else f", dtype=torch.{value.dtype}"
             self.assign(value.name, f"{near}.new_{make}(({sizes}){dtype})")
 
-    def launch(self, place: int, stated: Pass, run: Any, handed: str = "") -> str:
+    def launch(self, place: int, stated: Pass, run: Any, carry: str = "") -> str:
         """Launch a pass; returns the name of what it hands to the next one."""
         nothing = "0" if self.is_cuda else "None"
         arguments = ", ".join(self.arguments.get(name, nothing) for name in stated.arguments)
-        run_name, more = self.named(f"pass_{place}", run), f", {handed}" if handed else ""
-        self.lines.append(f"handed_{place} = {run_name}(graph, ({arguments},){more})")
-        return f"handed_{place}"
+        run_name, more = self.named(f"pass_{place}", run), f", {carry}" if carry else ""
+        self.lines.append(f"carry_{place} = {run_name}(graph, ({arguments},){more})")
+        return f"carry_{place}"
 
 
 @cache
@@ -279,9 +279,9 @@ def _backward(
             text.arguments["added"] = text.arguments[name]
             continue
         results[gradient.input] = name
-    handed = ""
+    carry = ""
     for place, (stated, run) in enumerate(zip(statement.backward, passes, strict=True)):
-        handed = text.launch(place, stated, run, handed)
+        carry = text.launch(place, stated, run, carry)
     for gradient in statement.gradients:
         if gradient.reduce and gradient.input in results:
             name = gradient.value.name

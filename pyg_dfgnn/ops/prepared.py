@@ -30,7 +30,7 @@ class PreparedPass(Protocol):
     head_groups: int = 1
     """Groups of heads that thread blocks of their own take."""
 
-    def __call__(self, graph: Graph, arguments: Sequence[Any], handed: Any = None) -> Any:
+    def __call__(self, graph: Graph, arguments: Sequence[Any], carry: Any = None) -> Any:
         """Launch the pass on arguments in the order of its statement, and return what the next pass needs beside them.
 
         All results are written whole, rows without edges as zeros.

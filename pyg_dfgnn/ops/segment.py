@@ -62,7 +62,7 @@ class CusparseLaunch(PreparedPass):
         values = graph.derived(("ones", problem.dtype), ones)
         self._operands = side.rowptr, side.col, values, side.num_cols, problem.channels, plan.algorithm
 
-    def __call__(self, graph: Graph, arguments: Sequence[Any], handed: Any = None) -> None:
+    def __call__(self, graph: Graph, arguments: Sequence[Any], carry: Any = None) -> None:
         """Launch the product."""
         stream = torch.cuda.current_stream(self.device).cuda_stream
         matrix = self._matrices.get(stream)

@@ -111,7 +111,7 @@ class TraversalLaunch(PreparedPass):
             return self.grid[0]
         return -(-graph.side(self.side).num_rows // self.items_per_block)
 
-    def __call__(self, graph: Any, arguments: Sequence[Any], handed: Any = None) -> None:
+    def __call__(self, graph: Any, arguments: Sequence[Any], carry: Any = None) -> None:
         """Sweep all column blocks; heavy rows are merged after each."""
         device, nothing = self.device, self.nothing
         taken = arguments[: self._count]
@@ -174,7 +174,7 @@ class NodeLaunch(PreparedPass):
     def __init__(self, plan: Any, kernel: NodeKernel, places: tuple[int, ...]) -> None:
         self.plan, self.kernel, self.places = plan, kernel, places
 
-    def __call__(self, graph: Graph, arguments: Sequence[Any], handed: Any = None) -> None:
+    def __call__(self, graph: Graph, arguments: Sequence[Any], carry: Any = None) -> None:
         """Launch the kernel."""
         self.kernel.launch(graph.num_dst, graph.device, [arguments[place] for place in self.places])
 

@@ -65,9 +65,9 @@ class Timed:
 
     def __call__(self, *arguments: Any) -> Any:
         """Run the pass, then time it."""
-        handed = self._pass(*arguments)
+        carry = self._pass(*arguments)
         self.seconds = seconds_of(lambda: self._pass(*arguments), self._device)
-        return handed
+        return carry
 
 
 def example(shape: CallShape, problem: Any, graph: Graph) -> tuple[list[Tensor | None], list[float]]:

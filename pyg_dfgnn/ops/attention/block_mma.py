@@ -26,7 +26,7 @@ class BlockMmaLaunch(PreparedPass):
         self.grid = (self.block_sparse.num_windows, plan.constants["HEADS"] // plan.constants["BLOCK_HEADS"], 1)
         self.threads = (32 * plan.constants["WARPS"], 1, 1)
 
-    def __call__(self, graph: Graph, arguments: Sequence[Any], handed: Any = None) -> None:
+    def __call__(self, graph: Graph, arguments: Sequence[Any], carry: Any = None) -> None:
         """Launch the pass."""
         given = (*self.arrays, *arguments[: self._count])
         launch(self.kernel, self.grid, self.threads, given, self.device, self.plan.shared_bytes)

@@ -56,11 +56,11 @@ class PaperLaunch(PreparedPass):
         block_rows = constants.get("BLOCK_ROWS", warps // constants["ROW_WARPS"])
         self.grid = (-(-side.num_rows // block_rows), self.head_groups, 1)
 
-    def __call__(self, graph: Graph, arguments: Sequence[Any], handed: Tensor | None = None) -> Tensor | None:
+    def __call__(self, graph: Graph, arguments: Sequence[Any], carry: Tensor | None = None) -> Tensor | None:
         """Launch the pass, and return the state of the edges that the pass over sources reads."""
         inputs = arguments[:_INPUTS]
         if self.direction == "sources":
-            (state,) = addresses((handed,))
+            (state,) = addresses((carry,))
             self._launch((*inputs, state, *arguments[_SOURCE_GRADS]))
             return None
         outputs = arguments[_OUTPUTS[self.direction]]
