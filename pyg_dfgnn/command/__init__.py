@@ -65,10 +65,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         if words[:1] == ["train"]:
             return train(words[1:])
-        given = vars(_parser().parse_args(words))
+        options = vars(_parser().parse_args(words))
         for name in ("command", "action"):
-            given.pop(name, None)
-        status: int = given.pop("function")(**given)
+            options.pop(name, None)
+        status: int = options.pop("function")(**options)
         sys.stdout.flush()
     except BrokenPipeError:
         # Such as `head` has read all that it wants. Python would try to write the rest as it ends.

@@ -139,18 +139,18 @@ def speed(source: str | None = None, steps: int = STEPS) -> int:
     print(f"{torch.cuda.get_device_name(device)}: medians of {steps} training steps, in turns")
     for case in cases:
         print(f"{case.name}: {case.text}")
-    found = [compare(case, device, steps) for case in cases]
-    print_table(found)
+    speeds = [compare(case, device, steps) for case in cases]
+    print_table(speeds)
     return 0
 
 
-def print_table(found: list[Speed]) -> None:
+def print_table(speeds: list[Speed]) -> None:
     """Print times, and what was fused."""
-    width = max(len(each.name) for each in found)
+    width = max(len(each.name) for each in speeds)
     print(f"{'':{width}}  {'PyG':>9}  {'ours':>9}  PyG / ours  difference")
-    for each in found:
+    for each in speeds:
         ratio = each.pyg_ms / each.ours_ms
         times = f"{each.pyg_ms:6.2f} ms  {each.ours_ms:6.2f} ms"
         print(f"{each.name:{width}}  {times}  {ratio:10.2f}  {each.difference:10.1e}")
-    for each in found:
+    for each in speeds:
         print(f"\n{each.name}\n{each.report}\n{each.calls}")

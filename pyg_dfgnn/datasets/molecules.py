@@ -160,8 +160,8 @@ def qm9(
 
 
 def _task(name: str, splits: dict[str, list[Data]], unit: str, is_generated: bool) -> Task:
-    name, made = (f"{name} (generated)", "molecules and targets") if is_generated else (name, None)
-    return value_task(name, splits, unit, level="graph", synthetic=made)
+    name, synthetic = (f"{name} (generated)", "molecules and targets") if is_generated else (name, None)
+    return value_task(name, splits, unit, level="graph", synthetic=synthetic)
 
 
 def _read(

@@ -61,10 +61,10 @@ known: dict[torch.device, Gpu] = {}
 
 def gpu_of(device: torch.device) -> Gpu:
     """Return the constants of a device: those measured on an H200, scaled by what the driver says of a GPU here."""
-    found = known.get(device)
-    if found is None:
-        found = known[device] = _scaled(device) if device.type == "cuda" and torch.cuda.is_available() else H200
-    return found
+    gpu = known.get(device)
+    if gpu is None:
+        gpu = known[device] = _scaled(device) if device.type == "cuda" and torch.cuda.is_available() else H200
+    return gpu
 
 
 def _scaled(device: torch.device) -> Gpu:

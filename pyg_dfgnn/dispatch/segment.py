@@ -184,7 +184,7 @@ def constants_of(problem: SegmentProblem, direction: str, wide: bool) -> Mapping
     # The rows of the edges in flight, and the layer that maps them, take registers too.
     most = 2 if looks_up or problem.edge_channels > 4 else 4
     unroll = max(1, min(most, in_flight))
-    found = {
+    constants = {
         **problem.constants,
         **lanes,
         "ARGS": int(direction == "args"),
@@ -196,7 +196,7 @@ def constants_of(problem: SegmentProblem, direction: str, wide: bool) -> Mapping
         "SMEM": 0,
         "IN_SHARED": 0,
     }
-    return MappingProxyType(found)
+    return MappingProxyType(constants)
 
 
 def reads_no_edge(problem: SegmentProblem, direction: str) -> bool:

@@ -107,12 +107,12 @@ def recall(key: str | None) -> Seconds | None:
     """The timing of a key, if one was ever taken; a file that cannot be read counts as none."""
     if key is None:
         return None
-    found = _remembered.get(key)
-    if found is None:
-        found = _read(key)
-        if found is not None:
-            _remembered[key] = found
-    return found
+    seconds = _remembered.get(key)
+    if seconds is None:
+        seconds = _read(key)
+        if seconds is not None:
+            _remembered[key] = seconds
+    return seconds
 
 
 def _read(key: str) -> Seconds | None:

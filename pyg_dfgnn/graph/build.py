@@ -214,8 +214,8 @@ def build_ptr(ptr: Tensor) -> Built:
         raise ValueError("'ptr' needs shape [num_groups + 1] (got [0])")
     first, num_edges, shortest, max_degree = pull(ptr[0], ptr[-1], *bounds_of(ptr.diff()))
     if first != 0 or shortest < 0:
-        given = f"begins at {first}" if first else f"descends by {-shortest}"
-        raise ValueError(f"'ptr' needs offsets that begin at 0 and never descend (got one that {given})")
+        fault = f"begins at {first}" if first else f"descends by {-shortest}"
+        raise ValueError(f"'ptr' needs offsets that begin at 0 and never descend (got one that {fault})")
     check_edges(num_edges, "ptr")
     perm = torch.arange(num_edges, dtype=torch.int32, device=ptr.device)
     return Built(Adjacency(ptr.to(torch.int32, copy=True), perm, perm, num_edges, max_degree), source_sorted=True)

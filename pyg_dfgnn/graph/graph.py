@@ -419,15 +419,15 @@ class Graph(Derived):
             return anchors[0]
 
         def make() -> Tensor:
-            made = in_input_order(self.csr.arrays)
-            self._own_version = made._version
-            return outside_capture(made)
+            edge_index = in_input_order(self.csr.arrays)
+            self._own_version = edge_index._version
+            return outside_capture(edge_index)
 
         if own is not None:
             self._derived.pop("edge_index", None)
-        made = self.derived("edge_index", make)
-        _by_own_edge_index[id(made)] = self
-        return made
+        tensor = self.derived("edge_index", make)
+        _by_own_edge_index[id(tensor)] = self
+        return tensor
 
     @property
     def key(self) -> GraphKey:

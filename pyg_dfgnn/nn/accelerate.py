@@ -256,11 +256,11 @@ def _layers(
     """Run a copy of the model, so that caches, running statistics and lazy sizes of the user's stay, and yield the
     description of the first call of each layer.
     """
-    found = [row for _, row in _rows(model)]
+    model_rows = [row for _, row in _rows(model)]
     model, grad = copied(model), torch.is_grad_enabled()
     layers: dict[str, Description] = {}
     copies = dict(model.named_modules())
-    rows = {row.name: (copies[row.name], row) for row in found}
+    rows = {row.name: (copies[row.name], row) for row in model_rows}
     for name, (module, row) in rows.items():
 
         def hook(_: Any, args: Any, kwargs: Any, name: str = name, layer: Any = (module, row)) -> None:

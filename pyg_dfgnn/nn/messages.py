@@ -191,7 +191,7 @@ class Mark:
         if reasons:
             report_fallback(self.kind.__name__, reasons)
             return own(layer, *args, **kwargs)
-        given = args, kwargs
+        own_arguments = args, kwargs
         if has_others:
             views: dict[int, Tensor] = {}
             args, kwargs = _of_any_size(args, views), _of_any_size(kwargs, views)
@@ -209,7 +209,7 @@ class Mark:
             forward.compiler.layer = None
         if failure is not None:
             # An error of the layer's own code is raised here.
-            result = own(layer, *given[0], **given[1])
+            result = own(layer, *own_arguments[0], **own_arguments[1])
             forward.failure = f"its captured forward fails ({type(failure).__name__}: {failure})"
             self.seen, self.is_left = len(forward.compiler.graphs), True
             forward.report()
@@ -251,11 +251,11 @@ class Mark:
             return None
         sizes = current().edge_chunks, *((name, tensor.shape) for name, tensor in tensors)
         self.parts = [part.__dict__ for part in layer.modules() if "_decomposed_layers" in part.__dict__]
-        found = forwards.get(sizes)
-        if found is None or not found.is_current(self.kind):
-            found = forwards[sizes] = Forward(self.kind, own)
-        self.forward, self.is_left, self.refused = found, found.failure is not None, set()
-        return found
+        forward = forwards.get(sizes)
+        if forward is None or not forward.is_current(self.kind):
+            forward = forwards[sizes] = Forward(self.kind, own)
+        self.forward, self.is_left, self.refused = forward, forward.failure is not None, set()
+        return forward
 
 
 def _call_of(layer: Any, values: Iterable[Any]) -> tuple[Any, ...]:

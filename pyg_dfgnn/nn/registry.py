@@ -52,8 +52,8 @@ def copied(module: torch.nn.Module) -> torch.nn.Module:
     torch copies no tensors that an operator has made under autograd.
     """
     left = (leaf for each in module.modules() for leaf in tree_leaves(dict(vars(each))))
-    made = (leaf for leaf in left if isinstance(leaf, torch.Tensor) and not leaf.is_leaf)
-    return copy.deepcopy(module, {id(tensor): tensor.detach() for tensor in made})
+    computed = (leaf for leaf in left if isinstance(leaf, torch.Tensor) and not leaf.is_leaf)
+    return copy.deepcopy(module, {id(tensor): tensor.detach() for tensor in computed})
 
 
 def set_propagate(module: torch.nn.Module) -> None:

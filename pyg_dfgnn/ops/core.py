@@ -397,9 +397,9 @@ class Op:
         for value, tensor in zip(self.statement.inputs, tensors, strict=True):
             if tensor is not None and value.dtype != "int64":
                 self._check_input(value, tensor, device, sizes, letters)
-        for number, given in zip(self.statement.numbers, numbers, strict=True):
+        for number, value_of_number in zip(self.statement.numbers, numbers, strict=True):
             if number.label:
-                check_range(number.label, given, number.low, number.high)
+                check_range(number.label, value_of_number, number.low, number.high)
         return heads, channels
 
     @cached_property

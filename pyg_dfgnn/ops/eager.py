@@ -90,8 +90,8 @@ class _Unpacked:
 
 def is_for_torch(grads: Iterable[Tensor | None]) -> bool:
     """Return whether gradients are to be differentiated again, or are no plain tensors: kernels take neither."""
-    given = [grad for grad in grads if grad is not None]
-    return torch.is_grad_enabled() or any(is_batched(grad) or not is_plain(grad) for grad in given)
+    present = [grad for grad in grads if grad is not None]
+    return torch.is_grad_enabled() or any(is_batched(grad) or not is_plain(grad) for grad in present)
 
 
 def is_batched(grad: Tensor | None) -> bool:
@@ -160,11 +160,11 @@ def differentiated(
         pairs = [(x, g) for x, g in results if x is not None and g is not None and x.requires_grad]
     if not pairs:
         return (None,) * len(tensors)
-    outputs, given = zip(*pairs)
+    outputs, grad_outputs = zip(*pairs)
     places = [place for place, x in enumerate(inputs) if x is not None and needed[place]]
     wanted = [inputs[place] for place in places]
-    found = torch.autograd.grad(outputs, wanted, given, create_graph=again, allow_unused=True)
-    by_place = dict(zip(places, found, strict=True))
+    grad_inputs = torch.autograd.grad(outputs, wanted, grad_outputs, create_graph=again, allow_unused=True)
+    by_place = dict(zip(places, grad_inputs, strict=True))
     return tuple(map(by_place.get, range(len(tensors))))
 
 
@@ -221,8 +221,8 @@ def differentiable(again: Callable[..., Any] | None = None) -> Callable[[Callabl
             try:
                 if is_last:
                     return backward(ctx, *grads)
-                given = (*grads, *ctx.saved_tensors)
-                return _Gradients.apply(ctx, backward, again or backward, len(grads), *given)  # type: ignore[no-untyped-call]
+                tensors = (*grads, *ctx.saved_tensors)
+                return _Gradients.apply(ctx, backward, again or backward, len(grads), *tensors)  # type: ignore[no-untyped-call]
             except RuntimeError:
                 # A check before would cost every call.
                 if all(grad is None or (is_plain(grad) and not is_batched(grad)) for grad in grads):

@@ -73,9 +73,9 @@ class _Reader:
         """The two operands of a commutative operator that are inputs on two domains, in the order of these."""
         args = self._args(i, op)
         for first, second in (args, args[::-1]) if len(args) == 2 else ():
-            found = self._input(first, domains[0]), self._input(second, domains[1])
-            if found[0] is not None and found[1] is not None:
-                return found[0], found[1]
+            operands = self._input(first, domains[0]), self._input(second, domains[1])
+            if operands[0] is not None and operands[1] is not None:
+                return operands[0], operands[1]
         return ()
 
     # Attention -------------------------------------------------------------------------------------------------------
@@ -133,8 +133,8 @@ class _Reader:
             if not ends:
                 args = self._args(leaky[0], "add")
                 for inner, other in (args, args[::-1]) if args else ():
-                    if (found := self._pair(inner, "add", D, S)) and (edge := self._input(other, E)) is not None:
-                        ends = found
+                    if (pair := self._pair(inner, "add", D, S)) and (edge := self._input(other, E)) is not None:
+                        ends = pair
                         break
             if not ends or any(part.width != heads for part in (*ends, *filter(None, (edge,)))):
                 return None
@@ -195,13 +195,13 @@ class _Reader:
     def aggregation(self, i: int) -> Match | None:
         """Read statistics of one message, alone or side by side."""
         parts = self.values[i].args if self.values[i].op == "concat" else (i,)
-        found = [self._statistic(part) for part in parts]
-        stats = tuple(stat for stat, _ in found)
-        if "" in stats or len(set(stats)) != len(stats) or len({operand for _, operand in found}) > 1:
+        statistics = [self._statistic(part) for part in parts]
+        stats = tuple(stat for stat, _ in statistics)
+        if "" in stats or len(set(stats)) != len(stats) or len({operand for _, operand in statistics}) > 1:
             return None
         if len(parts) > 1 and any(len(self.values[part].shape) != 1 for part in parts):
             return None
-        message = self._message(found[0][1])
+        message = self._message(statistics[0][1])
         if message is None:
             return None
         kind, named = message
@@ -209,7 +209,7 @@ class _Reader:
         is_narrow = kind == "weight"
         if any(part.width != (1 if role == "edge" and is_narrow else width) for role, part in named.items()):
             return None
-        if prod(self.values[found[0][1]].shape) != width or kind == "gate" and not set(stats) <= {"sum", "mean"}:
+        if prod(self.values[statistics[0][1]].shape) != width or kind == "gate" and not set(stats) <= {"sum", "mean"}:
             return None
 
         def run(graph: Graph, inputs: Mapping[str, Tensor]) -> Tensor:

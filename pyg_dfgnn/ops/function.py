@@ -50,16 +50,18 @@ def _again(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
                 count_of(graph, value.domain), *shape, dtype=prepared.problem.dtype, device=prepared.device
             )
             present[place] = True
-    given = op.gradient_names({"edge_grad", *({"shared"} if shared else ())}, present)
-    needed = [is_needed and name in given for is_needed, name in zip(needed, op.statement.input_names, strict=True)]
+    differentiable = op.gradient_names({"edge_grad", *({"shared"} if shared else ())}, present)
+    needed = [
+        is_needed and name in differentiable for is_needed, name in zip(needed, op.statement.input_names, strict=True)
+    ]
     if grads[0] is not None:
         known = {}
         for value, tensor, is_needed in zip(op.statement.inputs, tensors, needed, strict=True):
             keeps = tensor is None or (is_needed and tensor.requires_grad)
             known[value.name] = tensor if keeps else tensor.detach().requires_grad_(is_needed)
-        found = op.again(ctx.call, known, *grads[: prepared.num_outputs])
-        if found is not None:
-            return None, *map(found.get, op.statement.input_names)
+        grad_inputs = op.again(ctx.call, known, *grads[: prepared.num_outputs])
+        if grad_inputs is not None:
+            return None, *map(grad_inputs.get, op.statement.input_names)
     tell_of_torch(op.statement.name)
 
     def outputs(inputs: list[Any]) -> list[Tensor]:

@@ -131,8 +131,8 @@ class _Plan(NamedTuple):
 
     def launch(self, device: torch.device, *arguments: Tensor | None) -> None:
         """Launch with arguments after the sizes."""
-        given = (*self.sizes, *addresses(arguments))
-        launch(self.kernel, self.grid, self.block, given, device, self.shared_bytes)
+        launch_arguments = (*self.sizes, *addresses(arguments))
+        launch(self.kernel, self.grid, self.block, launch_arguments, device, self.shared_bytes)
 
 
 def _of_layers(tensors: Sequence[Tensor]) -> Sequence[Tensor | None]:

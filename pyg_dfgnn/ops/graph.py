@@ -60,11 +60,11 @@ class Reports:
         read = self._read
         if not (read[0] or read[3]):
             return
-        found = [(end, read[place + 1], read[place + 2]) for end, place in zip(_ENDS, (0, 3)) if read[place]]
+        faults = [(end, read[place + 1], read[place + 2]) for end, place in zip(_ENDS, (0, 3)) if read[place]]
         self.values[:6] = 0
         # Whose edges they were is not known; built anew, they are found again.
         Graph.forget_unmeasured()
-        text = ", ".join(f"{end} id {given} of {size} nodes" for end, given, size in found)
+        text = ", ".join(f"{end} id {bad_id} of {size} nodes" for end, bad_id, size in faults)
         raise IdRangeError(
             f"'edge_index' needs ids in [0, number of nodes) (got {text}, in this call or an earlier one)"
         )

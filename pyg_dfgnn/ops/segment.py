@@ -123,22 +123,22 @@ def _again(
     if not set(stats) <= set(SUMS) or (source_scale is not None and message not in ("copy", "weight")):
         return None
     program = SUM_OF[message]
-    given = {name: tensor.float() for name in program.domains if (tensor := inputs[name]) is not None}
+    features = {name: tensor.float() for name in program.domains if (tensor := inputs[name]) is not None}
     if source_scale is not None:
-        given["value"] = given["value"] * source_scale.unsqueeze(1)
+        features["value"] = features["value"] * source_scale.unsqueeze(1)
     if message == "weight":
-        given["edge"] = given["edge"].unsqueeze(1)
+        features["edge"] = features["edge"].unsqueeze(1)
     parts = [grad] if len(stats) == 1 else grad.unbind(1)
     factors = [1.0 if inverse_degree is None or stat == "sum" else inverse_degree.unsqueeze(1) for stat in stats]
     total = reduce(torch.add, [part * factor for part, factor in zip(parts, factors, strict=True)]).float()
     total = total if target_scale is None else total * target_scale.unsqueeze(1)
-    found = gradients(program, call.graph, given, {"out": total})
-    if found is None:
+    grad_inputs = gradients(program, call.graph, features, {"out": total})
+    if grad_inputs is None:
         return None
-    if "value" in found:
-        value = found["value"] + total if self_loops else found["value"]
-        found["value"] = value if source_scale is None else value * source_scale.unsqueeze(1)
-    return {name: found[name].view(inputs[name].shape).to(inputs[name].dtype) for name in found}
+    if "value" in grad_inputs:
+        value = grad_inputs["value"] + total if self_loops else grad_inputs["value"]
+        grad_inputs["value"] = value if source_scale is None else value * source_scale.unsqueeze(1)
+    return {name: grad_inputs[name].view(inputs[name].shape).to(inputs[name].dtype) for name in grad_inputs}
 
 
 def aggregate(

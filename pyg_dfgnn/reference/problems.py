@@ -33,8 +33,8 @@ def roles(score: str, edge: bool = False, own_targets: bool = True) -> dict[str,
         edge: Whether there are edge features.
         own_targets: Whether the targets have rows of their own, for a score whose targets may be its sources.
     """
-    found = _ROLES[score] | (OWN_TARGETS.get(score, {}) if own_targets else {})
-    return found | ({EDGE_INPUTS[score]: "edge"} if edge else {})
+    role_of = _ROLES[score] | (OWN_TARGETS.get(score, {}) if own_targets else {})
+    return role_of | ({EDGE_INPUTS[score]: "edge"} if edge else {})
 
 
 def shape(name: str, role: str, graph: EdgeList, heads: int, channels: int) -> tuple[int, ...]:

@@ -65,9 +65,9 @@ def import_cupy() -> Any:
 
         cupy.cuda.nvrtc.getVersion()
     except (ImportError, RuntimeError, OSError) as error:
-        found = f"CuPy or its compiler does not load: {' '.join(str(error).split())}"
+        failure = f"CuPy or its compiler does not load: {' '.join(str(error).split())}"
         needed = 'CuPy must be of the CUDA version of PyTorch (pip install ".[cuda13]" or ".[cuda12]" in a clone)'
-        raise UnsupportedError([found, needed], what="a kernel") from error
+        raise UnsupportedError([failure, needed], what="a kernel") from error
     return cupy
 
 

@@ -48,10 +48,10 @@ class Kernel:
 
     def function(self, device_index: int, shared_bytes: int) -> int:
         """Handle of the loaded function on a device, with room for that much dynamic shared memory."""
-        found = self._loaded.get(device_index)
-        if found is None or found[1] < shared_bytes:
-            found = self._load(device_index, shared_bytes)
-        return found[0]
+        loaded = self._loaded.get(device_index)
+        if loaded is None or loaded[1] < shared_bytes:
+            loaded = self._load(device_index, shared_bytes)
+        return loaded[0]
 
     def _load(self, device_index: int, shared_bytes: int) -> tuple[int, int, Any]:
         kernel = module(self.spec, device_index).get_function(self.spec.symbol(self.entry))
@@ -60,8 +60,8 @@ class Kernel:
             if shared_bytes > room:
                 # One limit for all handles of the function, so it must not fall.
                 room = kernel.max_dynamic_shared_size_bytes = max(shared_bytes, kernel.max_dynamic_shared_size_bytes)
-            found = self._loaded[device_index] = (kernel.kernel.ptr, room, kernel)
-        return found
+            loaded = self._loaded[device_index] = (kernel.kernel.ptr, room, kernel)
+        return loaded
 
     def packer(self, arguments: Sequence[int | float]) -> struct.Struct:
         """How the arguments lie in memory: 8 bytes each, the kernels' ABI."""

@@ -97,11 +97,11 @@ class Score:
 
     def __post_init__(self) -> None:
         for name in ("row_split", "smem", "block_mma", "paper"):
-            given = getattr(self, name)
-            wrong = set(given) - set(DIRECTIONS)
+            tuning = getattr(self, name)
+            wrong = set(tuning) - set(DIRECTIONS)
             if wrong:
                 raise ValueError(f"'{name}' needs keys of {', '.join(DIRECTIONS)} (got {', '.join(sorted(wrong))})")
-            object.__setattr__(self, name, MappingProxyType(dict(given)))
+            object.__setattr__(self, name, MappingProxyType(dict(tuning)))
         for name, known in (
             ("node_scalars", (None, "input", "inverse_norm")),
             ("edge", (None, "vector", "scalar")),

@@ -122,11 +122,11 @@ class Options:
             check_integer("patience", self.patience, 1)
         if self.max_time_s is not None:
             check_range("max_time_s", self.max_time_s, 0.0)
-        for place, given in (("loader", self.loader), ("sampler", self.sampler)):
+        for place, section in (("loader", self.loader), ("sampler", self.sampler)):
             for name in _OF_SAMPLES:
-                if given is not None and name in given:
+                if section is not None and name in section:
                     need = "an epoch has each sample once, and training samples in an order that the seed gives"
-                    raise ValueError(f"'{place}' needs no {name!r}: {need} (got {given[name]})")
+                    raise ValueError(f"'{place}' needs no {name!r}: {need} (got {section[name]})")
         if self.loader is not None:
             check_integer("loader.batch_size", self.loader.get("batch_size"), 1)
             check_integer("loader.num_workers", self.loader.get("num_workers", 0), 0)

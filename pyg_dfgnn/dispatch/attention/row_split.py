@@ -120,7 +120,7 @@ def pass_constants(problem: AttentionProblem, direction: str, wide: bool) -> Map
     """
     sums = {"forward": {"DOUT_DLOGIT": 0, "LAZY": 0}, "dout_dlogit": {"DOUT_DLOGIT": 1, "LAZY": 0}}.get(direction, {})
     lanes = _lanes(problem, direction, wide)
-    found = {
+    constants = {
         **problem.constants,
         **sums,
         **lanes,
@@ -132,7 +132,7 @@ def pass_constants(problem: AttentionProblem, direction: str, wide: bool) -> Map
         "IN_SHARED": 0,
         "NORMS": 0,
     }
-    return MappingProxyType(found)
+    return MappingProxyType(constants)
 
 
 def fits_whole_heads(problem: AttentionProblem) -> bool:
@@ -203,15 +203,15 @@ def _column_bytes(problem: AttentionProblem, direction: str, heads: int) -> int:
 
 def swept_constants(problem: AttentionProblem, direction: str) -> tuple[dict[str, int], Sweep | None]:
     """Constants of the kernel of a pass in sweeps over blocks of columns, and what was measured of it, if it was."""
-    found = _tuning(problem, direction).swept.get(problem.dtype.itemsize)
-    if found is not None:
-        lanes = fitting_lanes(problem, found.loads, wide=not found.packed)
+    tuning = _tuning(problem, direction).swept.get(problem.dtype.itemsize)
+    if tuning is not None:
+        lanes = fitting_lanes(problem, tuning.loads, wide=not tuning.packed)
         # Others take other registers.
-        if lanes["LANE_HEADS"] * lanes["LANE_VECS"] == found.loads and not problem.edge and not problem.dropout:
-            packed = {**pass_constants(problem, direction, wide=not found.packed), **lanes, "UNROLL": found.unroll}
+        if lanes["LANE_HEADS"] * lanes["LANE_VECS"] == tuning.loads and not problem.edge and not problem.dropout:
+            packed = {**pass_constants(problem, direction, wide=not tuning.packed), **lanes, "UNROLL": tuning.unroll}
             # Each head has a record of its own.
-            blocks = found.min_blocks - int(direction == "sources" and problem.heads > 1)
-            return {**packed, "MIN_BLOCKS": blocks, "ORDERED": 1}, found
+            blocks = tuning.min_blocks - int(direction == "sources" and problem.heads > 1)
+            return {**packed, "MIN_BLOCKS": blocks, "ORDERED": 1}, tuning
     constants = with_whole_heads(problem, direction, pass_constants(problem, direction, wide=True), "swept")
     return {**constants, "ORDERED": 1}, None
 

@@ -152,7 +152,7 @@ def constants_of(problem: AttentionProblem, direction: str) -> Mapping[str, int]
     near = full and tuning.through_l1
     norms = direction == "forward" and record.node_scalars == "inverse_norm"
     lazy = direction == "forward" and problem.dtype.itemsize == 2 and problem.heads > 1 and tuning.lazy
-    found = {
+    constants = {
         **rows.pass_constants(problem, direction, wide=False),
         **lanes,
         "UNROLL": unroll,
@@ -163,7 +163,7 @@ def constants_of(problem: AttentionProblem, direction: str) -> Mapping[str, int]
         "NORMS": int(norms),
         **({"LAZY": _LAZY} if lazy else {}),
     }
-    return MappingProxyType(found)
+    return MappingProxyType(constants)
 
 
 def plan_pass(problem: AttentionProblem, direction: str, graph: Graph) -> SmemPlan:

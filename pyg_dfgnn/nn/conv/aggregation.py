@@ -282,14 +282,14 @@ class AggregationConv(FusedConv):
         return scatter(rows, receivers, 0, target.size(0), statistics[0]), False
 
     def _describe(self, device: torch.device | None, *args: Any, **kwargs: Any) -> Description:
-        found = super()._describe(device, *args, **kwargs)
-        if self._takes_new or not found.fused:
-            return found
-        given = inspect.signature(self.forward).bind(*args, **kwargs).arguments
-        has_edges = any(given.get(name) is not None for name in ("edge_attr", "edge_weight"))
-        if has_edges or not self._is_few(given["x"], given["edge_index"]):
-            return found
-        return Description(found.layer, (SMALL,), found.problem)
+        description = super()._describe(device, *args, **kwargs)
+        if self._takes_new or not description.fused:
+            return description
+        arguments = inspect.signature(self.forward).bind(*args, **kwargs).arguments
+        has_edges = any(arguments.get(name) is not None for name in ("edge_attr", "edge_weight"))
+        if has_edges or not self._is_few(arguments["x"], arguments["edge_index"]):
+            return description
+        return Description(description.layer, (SMALL,), description.problem)
 
     def _as_sent(self, problem: SegmentProblem, call: ConvCall, sent: MessageInputs) -> tuple[SegmentProblem, ConvCall]:
         """Return the problem and the call of a description where this travels along the edges."""

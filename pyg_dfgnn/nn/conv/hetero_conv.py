@@ -62,16 +62,16 @@ class HeteroConv(conv.HeteroConv):
     def forward(self, *args_dict: Any, **kwargs_dict: Any) -> dict[str, Tensor]:
         """PyG's forward; see `torch_geometric.nn.HeteroConv.forward`."""
         is_plain = self.aggr == "sum" and len(args_dict) == 2 and not kwargs_dict
-        found, joined = together(self.convs, *args_dict) if is_plain else ([], set())
-        if not found:
+        outputs, joined = together(self.convs, *args_dict) if is_plain else ([], set())
+        if not outputs:
             alone: dict[str, Tensor] = super().forward(*args_dict, **kwargs_dict)
             return alone
         x_dict, edge_index_dict = args_dict
         rest = {relation: edges for relation, edges in edge_index_dict.items() if relation not in joined}
-        found.append(super().forward(x_dict, rest))
+        outputs.append(super().forward(x_dict, rest))
         out_dict: dict[str, Tensor] = {}
         for relation in self.convs.keys():
-            parts = [each[relation[-1]] for each in found if relation[-1] in each]
+            parts = [each[relation[-1]] for each in outputs if relation[-1] in each]
             if relation in edge_index_dict and relation[-1] not in out_dict:
                 out_dict[relation[-1]] = group_of(parts, self.aggr)  # type: ignore[assignment]
         return out_dict
@@ -102,17 +102,17 @@ def _groups(convs: Convs, x_dict: Nodes, edge_index_dict: EdgesByRelation) -> di
     if not all(isinstance(name, str) for name in x_dict):
         # Features of relations go to their convs.
         return {}
-    found = []
+    candidates = []
     for relation in convs.keys():
         edges, x, to = edge_index_dict.get(relation), x_dict.get(relation[0]), x_dict.get(relation[-1])
         if type(edges) is not Tensor or not _is_plain_matrix(x) or not _is_plain_matrix(to) or lacks_kernels(x):  # type: ignore[arg-type]
             continue
         if edges.dim() == 2 and edges.dtype is torch.int64:
-            found.append((relation, edges, x, to))
-    if len(found) < LEAST_RELATIONS or not _is_small(found):  # type: ignore[arg-type]
+            candidates.append((relation, edges, x, to))
+    if len(candidates) < LEAST_RELATIONS or not _is_small(candidates):  # type: ignore[arg-type]
         return {}
     groups: dict[ConvOptions, list[Relation]] = {}
-    for relation, _, x, to in found:
+    for relation, _, x, to in candidates:
         options = _options(convs[relation], x, to)  # type: ignore[arg-type]
         if options is not None:
             groups.setdefault(options, []).append(relation)

@@ -28,5 +28,5 @@ class BlockMmaLaunch(PreparedPass):
 
     def __call__(self, graph: Graph, arguments: Sequence[Any], carry: Any = None) -> None:
         """Launch the pass."""
-        given = (*self.arrays, *arguments[: self._count])
-        launch(self.kernel, self.grid, self.threads, given, self.device, self.plan.shared_bytes)
+        launch_arguments = (*self.arrays, *arguments[: self._count])
+        launch(self.kernel, self.grid, self.threads, launch_arguments, self.device, self.plan.shared_bytes)

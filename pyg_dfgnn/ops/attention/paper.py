@@ -81,8 +81,8 @@ class PaperLaunch(PreparedPass):
         return state
 
     def _launch(self, arguments: Sequence[Any]) -> None:
-        given = (*self.edges, *arguments)
-        launch(self.kernel, self.grid, self.threads, given, self.device, self.plan.shared_bytes)
+        launch_arguments = (*self.edges, *arguments)
+        launch(self.kernel, self.grid, self.threads, launch_arguments, self.device, self.plan.shared_bytes)
 
     def _launch_scores(self, arguments: Sequence[Any]) -> None:
         launch(self.score_kernel, self.score_grid, self.threads, (*self.score_edges, *arguments), self.device)

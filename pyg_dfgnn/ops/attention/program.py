@@ -17,26 +17,26 @@ def gradients_again(score: Score, call: OpCall, inputs: Mapping[str, Any], *grad
     if score.name not in LOGITS:
         return None
     heads, channels, (scale, slope, dropout) = call.prepared.heads, call.prepared.channels, call.numbers
-    given = {name: tensor.float() for name, tensor in inputs.items() if tensor is not None and name != "seed"}
-    for name in given.keys() & {"target", "key", "value"}:
-        given[name] = given[name].reshape(-1, heads, channels)
-    if "parameter" in given:
-        given["parameter"] = given["parameter"].reshape((heads, channels) if score.parameter else (1,))
+    features = {name: tensor.float() for name, tensor in inputs.items() if tensor is not None and name != "seed"}
+    for name in features.keys() & {"target", "key", "value"}:
+        features[name] = features[name].reshape(-1, heads, channels)
+    if "parameter" in features:
+        features["parameter"] = features["parameter"].reshape((heads, channels) if score.parameter else (1,))
     if call.shared:
-        given["target"] = given["value"]
+        features["target"] = features["value"]
     # Not in the program, so that a scale that changes makes no other one.
     factor = scale if "scale" in score.numbers else 1.0
-    scaled = given.keys() & {"target", "edge_target"}
-    given |= {name: given[name] * factor for name in scaled}
+    scaled = features.keys() & {"target", "edge_target"}
+    features |= {name: features[name] * factor for name in scaled}
     if dropout:
-        given[SEED] = inputs["seed"]
+        features[SEED] = inputs["seed"]
     widths = channels, call.prepared.problem.edge_channels
     named = zip(("out", "edge_out"), grads, widths, strict=False)
     out = {name: grad.reshape(-1, heads, width).float() for name, grad, width in named}
-    found = gradients(attention(score.name, score.edge_in_value, slope, dropout), call.graph, given, out)
-    if found is None:
+    grad_inputs = gradients(attention(score.name, score.edge_in_value, slope, dropout), call.graph, features, out)
+    if grad_inputs is None:
         return None
-    found |= {name: found[name] * factor for name in found.keys() & scaled}
-    if call.shared and "target" in found:
-        found["value"] = found["value"] + found.pop("target")
-    return {name: found[name].reshape(inputs[name].shape).to(inputs[name].dtype) for name in found}
+    grad_inputs |= {name: grad_inputs[name] * factor for name in grad_inputs.keys() & scaled}
+    if call.shared and "target" in grad_inputs:
+        grad_inputs["value"] = grad_inputs["value"] + grad_inputs.pop("target")
+    return {name: grad_inputs[name].reshape(inputs[name].shape).to(inputs[name].dtype) for name in grad_inputs}

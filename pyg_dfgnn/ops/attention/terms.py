@@ -102,12 +102,12 @@ class _Terms(torch.autograd.Function):
     @differentiable(_again)
     def backward(ctx: Any, *grads: Tensor | None) -> Any:
         x, *vectors = ctx.saved_tensors
-        given: Sequence[Any] = grads
+        vector_grads: Sequence[Any] = grads
         read = vectors
         if grads[0] is None or grads[-1] is None:
-            given = [grad for grad in grads if grad is not None]
+            vector_grads = [grad for grad in grads if grad is not None]
             read = [vector for vector, grad in zip(vectors, grads, strict=True) if grad is not None]
-            if not given:
+            if not vector_grads:
                 return None, *grads
         heads, channels = (1, *x.shape[1:])[-2:]
         run = node_kernel(_PATH, "attention_terms_backward", heads, channels, x.dtype)
@@ -116,7 +116,7 @@ class _Terms(torch.autograd.Function):
         x = aligned(x)
         grad_x = torch.empty_like(x)
         sums = x.new_empty((len(read), blocks, heads, channels), dtype=torch.float32)
-        inputs = (x, *_pair([_ready(a) for a in read]), *_pair([aligned(grad) for grad in given]))
+        inputs = (x, *_pair([_ready(a) for a in read]), *_pair([aligned(grad) for grad in vector_grads]))
         arguments = addresses((x.size(0), *inputs, grad_x, sums))
         launch(run.kernel, (blocks, run.head_groups, 1), run.threads, arguments, x.device)
         totals = iter(sums.sum(dim=1).unbind())

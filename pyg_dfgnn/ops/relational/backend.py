@@ -51,12 +51,12 @@ def match_of(program: Program, dtype: torch.dtype, device: torch.device, outputs
     key = id(program), outputs[0], dtype, device
     known = _matched.get(key)
     if known is None:
-        found = match(program, outputs[0])
-        if found is not None and found.reasons(dtype, device):
-            found = None
+        family = match(program, outputs[0])
+        if family is not None and family.reasons(dtype, device):
+            family = None
         if len(_matched) >= _MOST_MATCHED:
             _matched.pop(next(iter(_matched)))
-        known = _matched[key] = program, found
+        known = _matched[key] = program, family
     return known[1]
 
 
@@ -118,8 +118,8 @@ def is_small(program: Program, num_edges: int) -> bool:
 def _weighed(program: Program) -> _Weight:
     of_edges = [value for value in program.values if value.domain is E]
     # A maximum is one of the rows that edges reach.
-    made = [*of_edges, *(value for value in program.values if value.op == "max")]
-    launches = sum(_LAUNCHES.get(value.op, 1) for value in made)
+    launched = [*of_edges, *(value for value in program.values if value.op == "max")]
+    launches = sum(_LAUNCHES.get(value.op, 1) for value in launched)
     # Rows of edges that the layer returns are written by a program of their own.
     launches -= _OWN_LAUNCHES * sum(program.values[i].domain is E for _, i in program.outputs)
     width, operations = max((prod(v.shape) for v in of_edges), default=1), 0

@@ -126,9 +126,9 @@ class Chunked:
         """Return the outputs, with gradients, as :meth:`Prepared.__call__`."""
         known = dict(inputs)
         known |= self._apply(self.parts.before, rows, known)
-        given = [known[name] for name in self.whole.inputs]
-        given = [x if name in self.wrt else x.detach() for name, x in zip(self.whole.inputs, given)]
-        known |= zip(self.whole.outputs, _run(self, rows, *given))
+        tensors = [known[name] for name in self.whole.inputs]
+        tensors = [x if name in self.wrt else x.detach() for name, x in zip(self.whole.inputs, tensors)]
+        known |= zip(self.whole.outputs, _run(self, rows, *tensors))
         return self._apply(self.parts.after, rows, known)
 
     def _apply(self, program: Program, rows: IndexSpace, known: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -141,10 +141,10 @@ class Chunked:
         """Return the prepared program that runs the edges of a chunk."""
         key = "chunk", id(self.parts.edges), self.dtype, self.wrt
         # With the program, whose number the key has.
-        made = chunk.rows.derived(
+        kept = chunk.rows.derived(
             key, lambda: (self.parts, Prepared(self.parts.edges, chunk.rows, self.dtype, self.wrt, self.passes))
         )
-        return made[1]  # type: ignore[no-any-return]
+        return kept[1]  # type: ignore[no-any-return]
 
     def walk(self, rows: IndexSpace) -> Iterator[tuple[Chunk, Prepared]]:
         """The chunks with what runs each."""

@@ -117,9 +117,9 @@ class Prepared:
 
 def _gradients_of(whole: Program, wrt: Sequence[str]) -> Program:
     """Return the part of a differentiated program that gives the gradients in `wrt`."""
-    made = dict(whole.outputs)
+    outputs = dict(whole.outputs)
     # Names that no program has whose gradients are these.
-    renamed = tuple((f"{whole.name}.{name}", made["d_" + name]) for name in wrt)
+    renamed = tuple((f"{whole.name}.{name}", outputs["d_" + name]) for name in wrt)
     return remove_dead(Program(whole.name, whole.values, renamed))
 
 
@@ -150,9 +150,9 @@ def gradients(
 
     own = rows.derived(key, find)[1]
     every = {**inputs, **{"d_" + name: grad for name, grad in grads.items()}}
-    given = {name: every[name] for name in own.inputs}
-    run = _found(own, rows, given, None, ALL_PASSES).prepared
-    return None if isinstance(run, tuple) else dict(zip(wrt, run(rows, given).values()))
+    own_inputs = {name: every[name] for name in own.inputs}
+    run = _found(own, rows, own_inputs, None, ALL_PASSES).prepared
+    return None if isinstance(run, tuple) else dict(zip(wrt, run(rows, own_inputs).values()))
 
 
 def again(prepared: Prepared, rows: IndexSpace, saved: Sequence[Tensor], grads: Sequence[Tensor]) -> tuple[Any, ...]:
@@ -369,14 +369,14 @@ def apply(
             lacks a domain.
         UnsupportedError: No kernels run the program, with `settings(fallback="error")`.
     """
-    found = _found(program, rows, inputs, outputs, passes)
-    prepared = found.prepared
+    run_of_call = _found(program, rows, inputs, outputs, passes)
+    prepared = run_of_call.prepared
     if isinstance(prepared, tuple):
-        _report(found.program.name, prepared, rows.device)
-        return interpret(found.program, rows, inputs)
+        _report(run_of_call.program.name, prepared, rows.device)
+        return interpret(run_of_call.program, rows, inputs)
     if len(inputs) < len(prepared.inputs):
         # The seed is missing.
-        check_inputs(found.program, rows, inputs)
+        check_inputs(run_of_call.program, rows, inputs)
     return prepared(rows, inputs)
 
 
