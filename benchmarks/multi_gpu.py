@@ -26,8 +26,7 @@ from torch_geometric.data import Batch, Data
 
 import pyg_dfgnn
 import pyg_dfgnn.nn as convs
-from benchmarks.generators import chung_lu
-from benchmarks.graphs import benchmark_graph, recipe_of
+from benchmarks.graphs import benchmark_graph, chung_lu, recipe_of
 from benchmarks.loops.cases import LOOPS, LoopCase
 from benchmarks.multi_gpu_models import (
     CAPTURED,

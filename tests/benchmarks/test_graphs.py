@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from benchmarks import generators as bench_generators
+from benchmarks import graphs as bench_graphs
 from benchmarks.graphs import RECIPES, TABLE_1, benchmark_graph, compare_with_recipe, recipe_of
 from pyg_dfgnn.datasets import generators
 from pyg_dfgnn.datasets.relational_like import relational_graph
@@ -45,7 +45,7 @@ def test_small_graphs_with_relations_are_seeded(name):
 
 
 def test_random_graph_batch_keeps_pairs_at_its_rate_inside_its_graphs():
-    edge_index, num_nodes, ptr, _ = bench_generators.random_graph_batch(64, 20, 30, 0.43, seed=0, device="cpu")
+    edge_index, num_nodes, ptr, _ = bench_graphs.random_graph_batch(64, 20, 30, 0.43, seed=0, device="cpu")
     possible = 64 * 25 * 24
     assert 64 * 20 <= num_nodes <= 64 * 30
     assert edge_index.size(1) / possible == pytest.approx(0.43, rel=0.15)
@@ -143,7 +143,7 @@ def test_a_wrong_order_is_refused():
 
 
 def test_communities_hold_most_edges():
-    edges = bench_generators.communities(2000, 100, 10, 2, seed=0, device="cpu")
+    edges = bench_graphs.communities(2000, 100, 10, 2, seed=0, device="cpu")
     order = node_order(edges.edge_index, edges.num_nodes, "community")
     # The twenty communities are found again: they are the blocks of a hundred nodes, but for a few nodes.
     source, target = inverse_of(order)[edges.edge_index] // 100
@@ -151,7 +151,7 @@ def test_communities_hold_most_edges():
 
 
 def test_nearest_neighbours_are_the_nearest():
-    edge_index, num_nodes, ptr, _ = bench_generators.nearest_neighbour_batch(2, 10, 3, seed=5, device="cpu")
+    edge_index, num_nodes, ptr, _ = bench_graphs.nearest_neighbour_batch(2, 10, 3, seed=5, device="cpu")
     point = torch.rand(2, 10, 2, generator=torch.Generator().manual_seed(5)).reshape(-1, 2)
     assert num_nodes == 20 and ptr.tolist() == [0, 10, 20]
     assert torch.equal(torch.bincount(edge_index[1]), torch.full((20,), 3))
