@@ -103,7 +103,6 @@ class Experiment:
     limit_s: float
     folder: Path
     small: bool
-    restart: bool
     summary: bool
 
     @staticmethod
@@ -195,8 +194,7 @@ class Measurement:
 
     Args:
         job: What to measure.
-        graph: The graph of the job.
-        problem: Its inputs, and what the results are compared with.
+        problem: Its case on its graph, and what the results are compared with.
         timer: The clock.
         states: Which of 'warm', 'flushed' and 'replay' to time.
     """
@@ -347,8 +345,6 @@ def run(config: Mapping[str, Any]) -> int:
     experiment = Experiment.of(config)
     folder = experiment.folder / file_stem(experiment.device, experiment.small)
     path = folder / f"{experiment.file}.csv"
-    if experiment.restart:
-        path.unlink(missing_ok=True)
     table = Table(path, FIELDS)
     finished = experiment.summary or _Runner(experiment, table).run()
     # Rows of other sources stay until the same thing has been measured anew.

@@ -181,8 +181,6 @@ def run(config: Mapping[str, Any]) -> int:
     # Compiled steps of one class but of several models count together.
     dynamo_config.recompile_limit = 64
     table = Table(folder / "loops.csv", FIELDS)
-    if config["restart"]:
-        table.keep([])
     made = environment(device) | {"digest": source_digest((*MEASURED_ROOMS, "nn", "capture"))}
     code = 0 if config["summary"] else _measure(cases, table, timer, config, made)
     print(summary(table.rows()))
