@@ -16,8 +16,8 @@ import torch
 from torch.profiler import ProfilerActivity
 
 from benchmarks.loops.cases import LoopCase
-from benchmarks.loops.steps import Batches, Steps
-from benchmarks.results import PACKAGE
+from benchmarks.loops.run import Batches, Steps, cases_of
+from benchmarks.results import PACKAGE, device_of
 from benchmarks.timing import Timer
 
 TOP = 15
@@ -26,7 +26,14 @@ WAITS = ("cudaStreamSynchronize", "cudaDeviceSynchronize", "cudaEventSynchronize
 OPS = ("aten::sort", "aten::argsort", "aten::unique", "aten::arange", "aten::to", "aten::_to_copy", "aten::item")
 
 
-def run(case: LoopCase, names: Sequence[str], timer: Timer, block: int) -> None:
+def run(config: Mapping[str, Any]) -> int:
+    """Profile what the config names; return the exit code."""
+    for case in cases_of(config):
+        _profile(case, config["implementations"], Timer(device_of(config["device"])), config["block"])
+    return 0
+
+
+def _profile(case: LoopCase, names: Sequence[str], timer: Timer, block: int) -> None:
     """Print the pieces of a step for each implementation of a case."""
     torch.manual_seed(0)
     batches = Batches.on(timer.device, case)

@@ -7,18 +7,21 @@ the sources, and prints a summary. Losses and gradients of the first step are co
 from __future__ import annotations
 
 import copy
+import signal
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from statistics import geometric_mean, median
 from typing import Any
 
 import torch
+from torch import Tensor, nn
 
-from benchmarks.loops import profile
-from benchmarks.loops.cases import LOOPS, LoopCase
-from benchmarks.loops.steps import BASELINE, Batches, First, Steps, first_step, gradients, in_float64, limited
+import pyg_dfgnn
+from benchmarks.loops.cases import LOOPS, NOT_CAPTURED, LoopCase
 from benchmarks.results import (
     MEASURED_ROOMS,
     Progress,
@@ -33,10 +36,13 @@ from benchmarks.results import (
     source_digest,
 )
 from benchmarks.timing import Timer, Timing
-from pyg_dfgnn.errors import check_choice
+from pyg_dfgnn.capture import Capacity
+from pyg_dfgnn.errors import UnsupportedError, check_choice
 from pyg_dfgnn.reference.tolerances import relative_error, worst_beside
 from pyg_dfgnn.torch_private import dynamo_config
 
+BASELINE = {"pyg": "pyg", "pyg_compile": "pyg", "ours": "pyg", "ours_compile": "pyg_compile", "ours_captured": "pyg"}
+"""Implementations, and what each is compared with."""
 FIELDS = (
     "loop model size implementation status ms iqr_ms blocks baseline baseline_ms ratio peak_mb warm_up_s "
     "loss_error gradient_error drift note gpu torch cuda pyg cupy commit digest time"
@@ -49,6 +55,155 @@ DRIFT = 1e-2
 WARM_UP_STEPS, MIN_BLOCKS, MAX_BLOCKS = 20, 10, 200
 SLOWER = 0.98
 STOPPED_EARLY = 2
+
+
+@dataclass(frozen=True)
+class First:
+    """Loss and gradients by parameter of the first step."""
+
+    loss: Tensor
+    gradients: dict[str, Tensor]
+
+    def errors(self, expected: First) -> dict[str, float]:
+        """Relative errors of the loss and of all gradients together; a parameter without a gradient counts as zeros."""
+        mine, others = [], []
+        for name in {**self.gradients, **expected.gradients}:
+            got, want = self.gradients.get(name), expected.gradients.get(name)
+            mine.append(torch.zeros_like(want) if got is None else got)  # type: ignore[arg-type]
+            others.append(torch.zeros_like(got) if want is None else want)  # type: ignore[arg-type]
+        flat = [torch.cat([gradient.flatten().double() for gradient in part]) for part in (mine, others)]
+        return {"loss": relative_error(self.loss, expected.loss), "gradient": relative_error(*flat)}
+
+
+def first_step(case: LoopCase, model: nn.Module, batch: Any) -> First:
+    """Forward and backward of a model without a step."""
+    loss = case.loss(case.forward(model, batch), batch)
+    loss.backward()
+    return First(loss.detach(), gradients(model))
+
+
+def gradients(model: nn.Module) -> dict[str, Tensor]:
+    """Return the gradients that the last backward pass left in the parameters, by name."""
+    return {name: p.grad.detach().clone() for name, p in model.named_parameters() if p.grad is not None}
+
+
+def in_float64(batch: Any) -> Any:
+    """A copy whose floating-point tensors are float64."""
+    return batch.clone().apply(lambda t: t.double() if t.is_floating_point() else t)
+
+
+class Batches:
+    """The batches of a case, a fresh copy of what is new for every step.
+
+    Args:
+        case: What is new.
+        batches: One per step, then again from the first; on the device of the steps.
+    """
+
+    @staticmethod
+    def on(device: torch.device, case: LoopCase) -> Batches:
+        """The batches of the case, moved to a device."""
+        return Batches(case, [batch.clone().to(device) for batch in case.source().batches])
+
+    def __init__(self, case: LoopCase, batches: list[Any]) -> None:
+        self.fresh, self.batches = case.fresh, batches
+
+    def take(self, first: int, count: int) -> list[Any]:
+        """Batches of the steps from `first` on."""
+        return [self._copy(self.batches[i % len(self.batches)]) for i in range(first, first + count)]
+
+    def _copy(self, batch: Any) -> Any:
+        if self.fresh is None:
+            return batch.clone()
+        if self.fresh == ():
+            return batch
+        batch = copy.copy(batch)
+        for name in self.fresh:
+            batch[name] = batch[name].clone()
+        return batch
+
+
+class Steps:
+    """One implementation of a case.
+
+    Args:
+        name: A key of :data:`BASELINE`.
+        case: What is trained.
+        model: Where it starts, on its device; it is copied.
+        batches: On that device.
+
+    Attributes:
+        model: What is trained.
+        batches: What each step takes.
+        call: Takes a step on a batch, returns the loss.
+        note: What is special.
+
+    Raises:
+        UnsupportedError: The case has no such implementation.
+    """
+
+    def __init__(self, name: str, case: LoopCase, model: nn.Module, batches: Batches) -> None:
+        self.case, self.batches, self.note = case, batches, case.source().origin
+        self.model = copy.deepcopy(model)
+        if name.startswith("ours"):
+            pyg_dfgnn.accelerate(self.model)
+        self.called: Any = torch.compile(self.model, dynamic=True) if name.endswith("compile") else self.model
+        self.optimizer = torch.optim.Adam(self.model.parameters(), lr=1e-3)
+        self.call: Callable[[Any], Tensor] = self._eager
+        if name == "ours_captured":
+            self._capture()
+
+    def _eager(self, batch: Any) -> Tensor:
+        self.optimizer.zero_grad()
+        loss = self.case.loss(self.case.forward(self.called, batch), batch)
+        loss.backward()
+        if self.case.trains:
+            self.optimizer.step()
+        return loss.detach()
+
+    def _capture(self) -> None:
+        case = self.case
+        if not case.trains:
+            raise UnsupportedError(["a step without an optimizer"], what="capture_step")
+        if not case.capture:
+            raise UnsupportedError([NOT_CAPTURED], what="capture_step")
+        options: dict[str, Any] = {"forward": case.forward}
+        if case.capture == "whole":
+            room = self.batches.take(0, 1)[0]
+            step = pyg_dfgnn.capture_step(self.model, case.loss, self.optimizer, room, **options)
+
+            def refilled(batch: Any) -> Tensor:
+                for key in case.fresh or ():
+                    room[key].copy_(batch[key])
+                return step()
+
+            self.call = refilled
+            return
+        groups = case.source().groups
+        capacity = Capacity.of([graph for group in groups for graph in group], len(groups[0]))
+        self.call = pyg_dfgnn.capture_step(self.model, case.loss, self.optimizer, capacity, **options)
+
+    def take(self, batches: list[Any]) -> Tensor:
+        """Take a step on each batch; return the last loss."""
+        for batch in batches:
+            loss = self.call(batch)
+        return loss
+
+
+@contextmanager
+def limited(seconds: float) -> Iterator[None]:
+    """A block of the main thread that ends with an error once it has taken so long; 0: it has no limit."""
+
+    def end(*_: Any) -> None:
+        raise TimeoutError(f"not done after {seconds:g} s")
+
+    before = signal.signal(signal.SIGALRM, end)
+    signal.setitimer(signal.ITIMER_REAL, seconds)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
 
 
 def cases_of(config: Mapping[str, Any]) -> list[LoopCase]:
@@ -87,7 +242,7 @@ class Turns:
         self.block = config["block"]
         self.batches = Batches.on(timer.device, case)
         self.pygs: dict[str, float] | None = None
-        self.loss: torch.Tensor | None = None
+        self.loss: Tensor | None = None
         self.rows: dict[str, dict[str, Any]] = {}
         self.steps: dict[str, Steps] = {}
 
@@ -111,7 +266,7 @@ class Turns:
                 row |= {"baseline": baseline, "baseline_ms": f"{other:.5g}", "ratio": f"{ratio:.4g}"}
         return self.rows
 
-    def _warm_up(self, name: str, model: torch.nn.Module, reference: First) -> None:
+    def _warm_up(self, name: str, model: nn.Module, reference: First) -> None:
         """Compare the first step of an implementation, and take it to where its steps are timed."""
         row: dict[str, Any] = {"implementation": name}
         self.rows[name] = row
@@ -169,15 +324,11 @@ class Turns:
 
 
 def run(config: Mapping[str, Any]) -> int:
-    """Measure, or profile, what the config names; return the exit code, 2 where time ran out."""
+    """Measure what the config names; return the exit code, 2 where time ran out."""
     device = device_of(config["device"])
     is_published = device.type == "cuda" and not config["small"]
     folder = Path(config["folder"] or ("results" if is_published else "outputs"))
     cases, timer = cases_of(config), Timer(device)
-    if config["profile"]:
-        for case in cases:
-            profile.run(case, config["implementations"], timer, config["block"])
-        return 0
     # Compiled steps of one class but of several models count together.
     dynamo_config.recompile_limit = 64
     table = Table(folder / "loops.csv", FIELDS)

@@ -7,10 +7,10 @@ import torch
 from torch import nn
 
 import pyg_dfgnn
-from benchmarks.loops import run
+from benchmarks.loops import profile, run
 from benchmarks.loops.cases import LOOPS
 from benchmarks.loops.data import PRODUCTS, sample
-from benchmarks.loops.steps import BASELINE, Batches
+from benchmarks.loops.run import BASELINE, Batches
 from benchmarks.results import Table
 from pyg_dfgnn.capture import capture_step
 from pyg_dfgnn.settings import local_settings
@@ -20,11 +20,11 @@ from tests.emu import needs_compiler
 from tests.kernels.emulated import emulated_device
 
 
-def bench(tmp_path, *overrides, device="cpu"):
-    """Run the bench on miniature graphs; return the exit code and the rows."""
+def bench(tmp_path, *overrides, device="cpu", command=run.run):
+    """Run a command of the bench on miniature graphs; return the exit code and the rows."""
     quick = ("experiment=loops", f"device={device}", "small=true", "seconds=0", "block=1", f"folder={tmp_path}")
     with local_settings(fallback="silent"):
-        code = run.run(composed(*quick, *overrides))
+        code = command(composed(*quick, *overrides))
     path = tmp_path / "loops.csv"
     return code, Table.read(path) if path.exists() else []
 
@@ -132,7 +132,7 @@ def test_the_summary_names_what_is_slower():
 
 
 def test_a_profile_names_functions_and_counts(tmp_path, capsys):
-    bench(tmp_path, "loops=[small]", "models=[gin]", "profile=true")
+    bench(tmp_path, "loops=[small]", "models=[gin]", command=profile.run)
     text = capsys.readouterr().out
     assert "small gin cora ours" in text and "nn/gate.py" in text and "aten ops" in text
 
@@ -147,5 +147,5 @@ def test_every_implementation_runs_on_a_gpu(tmp_path):
 
 @pytest.mark.cuda
 def test_a_profile_counts_launches(tmp_path, capsys):
-    bench(tmp_path, "loops=[host]", "models=[gat]", "sizes=[new]", "profile=true", device="cuda")
+    bench(tmp_path, "loops=[host]", "models=[gat]", "sizes=[new]", device="cuda", command=profile.run)
     assert "launches" in capsys.readouterr().out
