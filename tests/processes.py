@@ -2,6 +2,7 @@
 
 import multiprocessing
 import os
+import runpy
 import socket
 import sys
 import traceback
@@ -27,26 +28,76 @@ def run_script(code, folder):
     Raises:
         AssertionError: It failed.
     """
+    return _run(folder, _execute, code)
+
+
+def run_file(path, options, folder, cwd, environment, size=1):
+    """Run a script with options as `python` does, in a process like that of :func:`run_script`.
+
+    Several processes are told of each other as torchrun does.
+
+    Args:
+        path: The script.
+        options: Its command line.
+        folder: Where what it writes is kept meanwhile.
+        cwd: Where it runs.
+        environment: Variables that are set for it.
+        size: Number of processes.
+
+    Returns:
+        What it wrote to stdout and stderr.
+
+    Raises:
+        AssertionError: It failed.
+    """
+    return _run(folder, _execute_file, str(path), options, str(cwd), environment, size=size)
+
+
+def _run(folder, function, *arguments, size=1):
     paths = [folder / name for name in ("stdout", "stderr")]
-    process = CONTEXT.Process(target=_execute, args=(code, *map(str, paths)))
-    process.start()
-    process.join()
+    for path in paths:
+        path.unlink(missing_ok=True)
+    arguments = [*map(str, paths)], function, *arguments
+    if size > 1:
+        try:
+            launch(size, _redirected, *arguments)
+            is_right = True
+        except torch.multiprocessing.ProcessExitedException:
+            is_right = False
+    else:
+        process = CONTEXT.Process(target=_redirected, args=arguments)
+        process.start()
+        process.join()
+        is_right = process.exitcode == 0
     written = [path.read_text() for path in paths]
-    assert process.exitcode == 0, written[1]
+    assert is_right, written[0] + written[1]
     return written
 
 
-def _execute(code, *paths):
+def _redirected(paths, function, *arguments):
     for number, path in enumerate(paths, start=1):
         os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND), number)
     sys.stdout, sys.stderr = (os.fdopen(number, "w", buffering=1) for number in (1, 2))
     try:
-        exec(compile(code, "<script>", "exec"), {"__name__": "__main__"})
+        function(*arguments)
     except SystemExit:
         raise
     except BaseException:
         traceback.print_exc()
         sys.exit(1)
+
+
+def _execute(code):
+    exec(compile(code, "<script>", "exec"), {"__name__": "__main__"})
+
+
+def _execute_file(path, options, cwd, environment):
+    torch.set_num_threads(1)
+    os.environ.update(environment)
+    os.chdir(cwd)
+    sys.argv[:] = [path, *options]
+    sys.path.insert(0, os.path.dirname(path))
+    runpy.run_path(path, run_name="__main__")
 
 
 def launch(size, function, *arguments, start_method=START):
