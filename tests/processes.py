@@ -4,6 +4,7 @@ import multiprocessing
 import os
 import runpy
 import socket
+import subprocess
 import sys
 import traceback
 
@@ -28,7 +29,9 @@ def run_script(code, folder):
     Raises:
         AssertionError: It failed.
     """
-    return _run(folder, _execute, code)
+    done = _run(folder, _execute, code)
+    assert done.returncode == 0, done.stderr
+    return done.stdout, done.stderr
 
 
 def run_file(path, options, folder, cwd, environment, size=1):
@@ -45,10 +48,7 @@ def run_file(path, options, folder, cwd, environment, size=1):
         size: Number of processes.
 
     Returns:
-        What it wrote to stdout and stderr.
-
-    Raises:
-        AssertionError: It failed.
+        A `subprocess.CompletedProcess`.
     """
     return _run(folder, _execute_file, str(path), options, str(cwd), environment, size=size)
 
@@ -61,17 +61,15 @@ def _run(folder, function, *arguments, size=1):
     if size > 1:
         try:
             launch(size, _redirected, *arguments)
-            is_right = True
-        except torch.multiprocessing.ProcessExitedException:
-            is_right = False
+            status = 0
+        except torch.multiprocessing.ProcessExitedException as error:
+            status = error.exit_code
     else:
         process = CONTEXT.Process(target=_redirected, args=arguments)
         process.start()
         process.join()
-        is_right = process.exitcode == 0
-    written = [path.read_text() for path in paths]
-    assert is_right, written[0] + written[1]
-    return written
+        status = process.exitcode
+    return subprocess.CompletedProcess(arguments, status, *(path.read_text() for path in paths))
 
 
 def _redirected(paths, function, *arguments):

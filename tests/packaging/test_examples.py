@@ -39,16 +39,12 @@ def run(tmp_path):
 
     def run(script, *options, python=(), size=1, folder=ROOT, **environment):
         path, known = ROOT / "examples" / script, {"PYG_DFGNN_CACHE": str(tmp_path), **environment}
-        if "--device=cuda" not in options and not python:
-            return run_file(path, options, tmp_path, folder, known, size)[0]
-        known |= {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-        done = subprocess.run(
-            [sys.executable, *python, str(path), *options],
-            cwd=folder,
-            env={**os.environ, **known},
-            capture_output=True,
-            text=True,
-        )
+        if "--device=cuda" in options or python:
+            known = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **known}
+            words = [sys.executable, *python, str(path), *options]
+            done = subprocess.run(words, cwd=folder, env=known, capture_output=True, text=True)
+        else:
+            done = run_file(path, options, tmp_path, folder, known, size)
         assert done.returncode == 0, done.stdout + done.stderr
         return done.stdout
 

@@ -12,7 +12,7 @@ import pytest
 
 from pyg_dfgnn.threads import let_threads_sleep
 from pyg_dfgnn.training import sweep as sweep_module
-from tests.processes import run_script
+from tests.processes import run_file, run_script
 from tests.training.conftest import TINY
 
 SCRIPT = Path(__file__).parents[2] / "train.py"
@@ -44,6 +44,11 @@ def start(name, overrides, folder):
     environment["PYTHONPATH"] = os.pathsep.join([str(folder), str(SCRIPT.parent)])
     arguments = [sys.executable, *COMMANDS[name], *overrides]
     return subprocess.run(arguments, cwd=folder, env=environment, capture_output=True, text=True, timeout=300)
+
+
+def train(words, folder):
+    """Run train.py in a process that has PyG imported."""
+    return run_file(SCRIPT, words, folder, folder, dict(os.environ))
 
 
 def test_sweep_from_another_folder(tmp_path, capsys):
@@ -139,7 +144,7 @@ def test_errors_of_a_user_are_one_line_each(tmp_path):
     ids=lambda value: None if isinstance(value, str) else value[-1],
 )
 def test_a_misspelt_option_is_told_its_name(tmp_path, words, said):
-    done = start("train.py", words, tmp_path)
+    done = train(words, tmp_path)
     assert done.returncode == 1 and said in done.stderr and len(done.stderr.splitlines()) == 1, done.stderr
 
 
@@ -150,19 +155,19 @@ def test_a_misspelt_option_is_told_its_name(tmp_path, words, said):
 def test_a_misspelt_option_of_own_configs_is_told_its_name(tmp_path, word, said):
     (tmp_path / "own configs" / "model").mkdir(parents=True)
     (tmp_path / "own configs" / "model" / "mine_net.yaml").write_text("_target_: mine.Net\nwidth: 16\n")
-    done = start("train.py", ["--config-dir", "own configs", "model=mine_net", word], tmp_path)
+    done = train(["--config-dir", "own configs", "model=mine_net", word], tmp_path)
     assert done.returncode == 1 and said in done.stderr and len(done.stderr.splitlines()) == 1, done.stderr
 
 
 def test_the_traceback_is_there_for_who_wants_it(tmp_path, monkeypatch):
     monkeypatch.setenv("HYDRA_FULL_ERROR", "1")
-    done = start("train.py", ["model.heads=5"], tmp_path)
+    done = train(["model.heads=5"], tmp_path)
     assert done.returncode == 1 and "Traceback (most recent call last)" in done.stderr
 
 
 def test_the_backend_of_a_notebook_is_not_needed(tmp_path, monkeypatch):
     monkeypatch.setenv("MPLBACKEND", "module://no_such_package.backend_inline")
-    done = start("train.py", [*TINY, "trainer.epochs=1", "hydra.run.dir=run"], tmp_path)
+    done = train([*TINY, "trainer.epochs=1", "hydra.run.dir=run"], tmp_path)
     assert done.returncode == 0, done.stderr
     assert (tmp_path / "run" / "curves.png").is_file()
     done = start("sweep", ["run"], tmp_path)
