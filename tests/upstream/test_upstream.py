@@ -1,8 +1,12 @@
 """The runner of PyG's tests, on a test file of our own."""
 
+import subprocess
+
+import pytest
 import torch
 from torch_geometric.nn import ChebConv
 
+from tests.processes import run_file
 from tests.upstream import run
 
 TESTS = """
@@ -50,11 +54,31 @@ def test_that_tells_us_from_pyg():
 """
 
 
-def test_every_module_is_accelerated_and_what_then_fails_is_reported(tmp_path, capsys):
+@pytest.fixture
+def imported_once(monkeypatch, tmp_path):
+    """The first process of a run starts as it does outside of tests; PyG is imported when the others start."""
+    start, commands = subprocess.run, []
+
+    def process(command, cwd, env, stdout, **options):
+        commands.append(command)
+        if len(commands) == 1:
+            return start(command, cwd=cwd, env=env, stdout=stdout, **options)
+        done = run_file(command[1], command[2:], tmp_path, cwd, env)
+        stdout.write(done.stdout + done.stderr)
+        stdout.flush()
+        return done
+
+    monkeypatch.setattr(subprocess, "run", process)
+    return commands
+
+
+def test_every_module_is_accelerated_and_what_then_fails_is_reported(imported_once, tmp_path, capsys):
     path = tmp_path / "nn" / "conv"
     path.mkdir(parents=True)
     (path / "test_made_up.py").write_text(TESTS)
     assert run.main([str(tmp_path), "--files", "nn/conv/test_made_up.py", "--accelerate", "--reference"]) == 1
+    # One more of each after the test that loses the GPU.
+    assert [command[command.index("--worker") + 1] for command in imported_once] == ["pyg", "pyg", "ours", "ours"]
     lines = capsys.readouterr().out.splitlines()
     assert lines[0] == "3 of 5 tests pass with PyG's classes, 1 of them fail with ours"
     assert lines[1] == "nn/conv/test_made_up.py::test_that_tells_us_from_pyg"
