@@ -48,7 +48,7 @@ def test_trend_is_that_of_most_samples():
     assert trend(times, [3.0 * t for t in times[:-1]] + [1e9]) == pytest.approx(57.0)
 
 
-WORDS = ["--limit-seconds", "10", "--every", "0.05", "--churn", "4"]
+WORDS = ["--every", "0.05", "--churn", "2"]
 
 
 @pytest.fixture
@@ -59,8 +59,12 @@ def on_cpu():
         pytest.skip("runs for minutes by its command on a GPU")
 
 
-def test_ten_seconds(on_cpu, tmp_path, capsys):
-    assert soak.main(["--out", str(tmp_path), *WORDS]) == 0
+def test_seconds_in_which_all_is_compiled_anew(on_cpu, tmp_path, capsys, monkeypatch):
+    renewed, renew = [], Batches.renew
+    monkeypatch.setattr(Batches, "renew", lambda self: renewed.append(None) or renew(self))
+    assert soak.main(["--out", str(tmp_path), "--limit-seconds", "5", *WORDS]) == 0
+    # Before the steps, for each width, and then by the churn.
+    assert len(renewed) > 1 + len(soak.WIDTHS)
     (path,) = tmp_path.glob("soak-samples-*.csv")
     with path.open() as stream:
         rows = [*csv.DictReader(stream)]
@@ -80,7 +84,7 @@ class Leaking(Batches):
 
 
 def test_files_that_stay_open_are_found(on_cpu, tmp_path, capsys):
-    status = soak.main(["--out", str(tmp_path), *WORDS], Leaking)
+    status = soak.main(["--out", str(tmp_path), "--limit-seconds", "2", *WORDS], Leaking)
     for number in Leaking.opened:
         os.close(number)
     assert status == 1
