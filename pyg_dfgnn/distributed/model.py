@@ -171,16 +171,14 @@ class _Halo:
             return None
         if self.whole and _group_size(values) > 1:
             raise TypeError(f"'model' needs modules that read no whole graph on a part of one (got {self.whole})")
-        if self.is_joint and len(args) == 2 and not kwargs and _is_parts(args[1]):
-            x_dict = args[0]
-            parts = {edge_type: _part_of(each) for edge_type, each in args[1].items()}
+        call = self.signature.bind(conv, *args, **kwargs)
+        if self.is_joint and len(call.args) == 3 and not call.kwargs and _is_parts(call.args[2]):
+            _, x_dict, edges = call.args
+            parts = {edge_type: _part_of(each) for edge_type, each in edges.items()}
             if all(isinstance(x, Tensor) for x in x_dict.values()) and None not in parts.values():
                 self.targets = {name: x.size(0) for name, x in x_dict.items()}
                 edges = {edge_type: part.edge_index for edge_type, part in parts.items() if part is not None}
                 return (exchange_all(parts, x_dict), edges), {}
-        if isinstance(conv, pyg.HeteroConv):
-            return _opened(conv, args, kwargs)
-        call = self.signature.bind(conv, *args, **kwargs)
         graph, x = _part_of(call.arguments.get("edge_index")), call.arguments.get("x")
         is_pair = self.is_pair and isinstance(x, tuple) and all(isinstance(each, Tensor) for each in x)
         if graph is None or not (is_pair or isinstance(x, Tensor)) or not (self.is_pair or self.is_single):

@@ -38,15 +38,16 @@ def graph():
 
 
 class Layers(torch.nn.Module):
-    """Layers on dicts; a type that a layer leaves out keeps its features."""
+    """Layers on dicts, the first called by keywords; a type that a layer leaves out keeps its features."""
 
     def __init__(self, make):
         super().__init__()
         self.convs = torch.nn.ModuleList([make() for _ in range(3)])
 
     def forward(self, x_dict, edge_index_dict):
-        for conv in self.convs:
-            found = conv(x_dict, edge_index_dict)
+        for place, conv in enumerate(self.convs):
+            dicts = {"x_dict": x_dict, "edge_index_dict": edge_index_dict}
+            found = conv(*dicts.values()) if place else conv(**dicts)
             x_dict = {kind: x if found.get(kind) is None else found[kind].tanh() for kind, x in x_dict.items()}
         return x_dict
 
