@@ -15,7 +15,7 @@ from pyg_dfgnn.settings import local_settings
 from tests.emu import needs_compiler
 from tests.kernels.emulated import emulated_device
 
-F, EDGE, NODES, EDGES = 8, 4, 40, 2_000
+F, EDGE, NODES, EDGES = 8, 4, 40, 800
 
 
 def mlp(inputs, layers=2):
@@ -128,7 +128,7 @@ def results(layer, x, edge_index, edge_attr, out_grad):
 def counted(monkeypatch):
     """The chunks that ran, which are of few edges."""
     ran = []
-    monkeypatch.setattr(chunked, "_CHUNK", 8_000)
+    monkeypatch.setattr(chunked, "_CHUNK", 3_200)
     monkeypatch.setattr(chunked, "_LEAST_EDGES", 16)
     walk = chunked.Chunked.walk
     monkeypatch.setattr(chunked.Chunked, "walk", lambda self, rows: ran.extend(walk(self, rows)) or walk(self, rows))
@@ -224,7 +224,7 @@ def test_memory_is_that_of_a_chunk(dtype):
 
 @needs_compiler
 def test_chunks_are_asked_for(monkeypatch):
-    monkeypatch.setattr(chunked, "_CHUNK", 8_000)
+    monkeypatch.setattr(chunked, "_CHUNK", 3_200)
     monkeypatch.setattr(chunked, "_LEAST_EDGES", 16)
     layer, edge_index = Filter(), edges("random")
     pyg_dfgnn.accelerate(nn.ModuleList([layer]))
