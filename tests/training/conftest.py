@@ -5,6 +5,7 @@ import json
 import pytest
 from omegaconf import OmegaConf
 
+from pyg_dfgnn.training import run as run_module
 from pyg_dfgnn.training.run import train
 from tests.configs.train import train_config
 
@@ -20,6 +21,23 @@ TINY = [
     "trainer.loader.batch_size=2",
     "trainer.progress=false",
 ]
+
+
+@pytest.fixture
+def drawn():
+    """Lets the runs of a test draw their curves."""
+
+
+@pytest.fixture(autouse=True)
+def empty_curves(request, monkeypatch):
+    """Drawing takes a third of a tiny run: the file of its curves is empty, but in tests that look into it."""
+
+    def plot_curves(path, *shown):
+        path.touch()
+        return path
+
+    if "drawn" not in request.fixturenames:
+        monkeypatch.setattr(run_module, "plot_curves", plot_curves)
 
 
 @pytest.fixture

@@ -177,7 +177,7 @@ def test_loss_falls(run):
     assert losses[-1] < 0.9 * losses[0]
 
 
-def test_files_of_a_run(run, caplog):
+def test_files_of_a_run(run, drawn, caplog):
     caplog.set_level("INFO")
     metric, folder = run()
     summary = json.loads((folder / "metrics.json").read_text())
@@ -199,7 +199,7 @@ def test_files_of_a_run(run, caplog):
 
 
 @pytest.mark.fault("a full disk costs no results of a training run")
-def test_a_plot_that_fails_costs_no_results(run, monkeypatch, caplog):
+def test_a_plot_that_fails_costs_no_results(run, drawn, monkeypatch, caplog):
     caplog.set_level("INFO")
 
     def full(figure, path, **_):
