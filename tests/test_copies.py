@@ -3,9 +3,6 @@
 import copy
 import io
 import pickle
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -28,8 +25,8 @@ from pyg_dfgnn.transforms import Reorder
 from tests.capture.test_step import HostRecorder
 from tests.graph.test_copy import WAYS
 from tests.nn.convs import EDGES, FEATURES, NUM_NODES
+from tests.processes import run_script
 
-ROOT = Path(__file__).parents[1]
 X = torch.randn(NUM_NODES, FEATURES)
 KIND, TYPE = torch.arange(EDGES.size(1)) % 3, torch.arange(NUM_NODES) % 2
 
@@ -145,8 +142,7 @@ for each in (score, OWN):
     edge_attention(Graph.of(EDGES, NUM_NODES), each, target=x, key=x, value=x)
 assert add is ADD and op.statement.name == "segment/copy/min" and added is tests.test_copies.added
 """
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr[-2000:]
+    run_script(code, tmp_path)
 
 
 @pytest.mark.parametrize("way", WAYS)

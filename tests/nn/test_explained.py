@@ -1,9 +1,6 @@
 """Masks of explainers have the effect that they have in PyG, in whatever order layers are explained and swapped."""
 
 import copy
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -15,8 +12,8 @@ import pyg_dfgnn
 import pyg_dfgnn.nn as ours
 from pyg_dfgnn.settings import local_settings
 from tests.nn.convs import EDGES, FEATURES, NUM_NODES
+from tests.processes import run_script
 
-ROOT = Path(__file__).parents[2]
 KIND = torch.zeros(EDGES.size(1), dtype=torch.long)
 X = torch.randn(NUM_NODES, FEATURES, generator=torch.Generator().manual_seed(0))
 MASK = torch.randn(EDGES.size(1), generator=torch.Generator().manual_seed(1))
@@ -69,15 +66,15 @@ def results(name, library=pyg):
 
 @pytest.fixture(scope="module")
 def wanted(tmp_path_factory):
-    """The results of PyG in a process without this package."""
-    path = tmp_path_factory.mktemp("wanted") / "results.pt"
+    """The results of PyG in a process in which no layer of this package was made."""
+    folder = tmp_path_factory.mktemp("wanted")
+    path = folder / "results.pt"
     code = f"""
 import torch
 from tests.nn.test_explained import LAYERS, results
 torch.save({{name: results(name) for name in LAYERS}}, {str(path)!r})
 """
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr[-2000:]
+    run_script(code, folder)
     return torch.load(path)
 
 
