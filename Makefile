@@ -10,7 +10,8 @@ ARGS =
 GRID = covering
 
 PIP = $(PYTHON) -m pip --quiet --quiet --disable-pip-version-check
-PYTEST = OMP_NUM_THREADS=1 $(PYTHON) -m pytest -q --durations=25
+# Each process would compile what it imports of tests and of the package again if it kept nothing.
+PYTEST = OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= $(PYTHON) -m pytest -q --durations=25
 GPU = $(shell nvidia-smi -L >/dev/null 2>&1 && echo yes)
 
 ifeq ($(PYTHON),.venv/bin/python)
