@@ -14,7 +14,7 @@ import torch.multiprocessing
 START = "forkserver"
 CONTEXT = multiprocessing.get_context(START)
 # Imported once, for the processes of all tests; no layer is made of it.
-CONTEXT.set_forkserver_preload(["torch_geometric.explain", "pyg_dfgnn.distributed", "pyg_dfgnn.nn"])
+CONTEXT.set_forkserver_preload(["torch_geometric.explain", "pyg_dfgnn.distributed", "pyg_dfgnn.nn", "tests.preloaded"])
 
 
 def run_script(code, folder):
