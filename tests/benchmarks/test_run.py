@@ -2,6 +2,7 @@
 
 import re
 import shlex
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -28,6 +29,7 @@ from tests.benchmarks.quick import QUICK, composed, read, results
 from tests.configs import compose
 from tests.covering import extended
 from tests.kernels.emulated import emulated_device
+from tests.processes import CONTEXT
 
 CPU = torch.device("cpu")
 FILES = sorted(path.stem for path in (CONFIGS / "experiment").glob("*.yaml"))
@@ -293,6 +295,9 @@ ISOLATED = [
     ids=["in time", "too late", "ended"],
 )
 def test_a_process_of_its_own_hands_its_rows_back(limit_s, work, status, tmp_path, monkeypatch):
+    if status != "ok":
+        # One process is a fresh one.
+        monkeypatch.setattr(isolated, "multiprocessing", SimpleNamespace(get_context=lambda _: CONTEXT))
     monkeypatch.setattr(run, "rows_of_job", work)
     assert bench(tmp_path, *ISOLATED, f"isolated.limit_s={limit_s}") == 0
     (row,) = [row for row in read(tmp_path) if row["op"] == "dot"]

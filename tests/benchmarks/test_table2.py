@@ -2,16 +2,18 @@
 
 import csv
 from itertools import count
+from types import SimpleNamespace
 
 import pytest
 import torch
 from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 
-from benchmarks import CONFIGS, table2, table2_steps
+from benchmarks import CONFIGS, isolated, table2, table2_steps
 from benchmarks.cases import unfused_nn
 from benchmarks.table2_steps import PHASES, STEP_BY_STEP, Disagreement, Phases, Reference, StepPace, agree
 from tests.configs.train import train_config
+from tests.processes import CONTEXT
 
 TINY = [
     "device=cpu",
@@ -242,6 +244,7 @@ def test_results_are_resumed(table, monkeypatch):
 
 
 def test_a_limit_ends_one_cell_alone(table, monkeypatch):
+    monkeypatch.setattr(isolated, "multiprocessing", SimpleNamespace(get_context=lambda _: CONTEXT))
     code, rows = table("limit_s=0.01", "backends=[pyg,auto]")
     assert code == 0 and {row["status"] for row in rows} == {"no result within 0.01 s"}
     code, rows = table("limit_s=120", "backends=[pyg,auto]")

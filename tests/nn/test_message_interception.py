@@ -2,11 +2,9 @@
 
 import copy
 import io
-import os
 import pickle
-import subprocess
+import runpy
 import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -25,7 +23,6 @@ from tests.nn.message_cases import watched
 from tests.nn.message_users import FEATURES, Temperature
 from tests.processes import run_script
 
-ROOT = Path(__file__).parents[2]
 EDGES = torch.tensor([[0, 1, 2, 3, 3], [1, 2, 0, 4, 4]])
 
 
@@ -214,11 +211,10 @@ def test_settings_turn_it_off(x):
 
 
 @pytest.mark.parametrize("value", ["0", "1"])
-def test_environment_turns_it_off(value):
-    code = "from pyg_dfgnn.settings import current; print(current().compile_messages)"
-    env = {**os.environ, "PYG_DFGNN_COMPILE_MESSAGES": value}
-    done = subprocess.run([sys.executable, "-c", code], env=env, cwd=ROOT, check=True, capture_output=True, text=True)
-    assert done.stdout.strip() == str(value == "1")
+def test_environment_turns_it_off(value, monkeypatch):
+    monkeypatch.setenv("PYG_DFGNN_COMPILE_MESSAGES", value)
+    anew = runpy.run_path(sys.modules["pyg_dfgnn.settings"].__file__, run_name="pyg_dfgnn.another")
+    assert anew["Settings"]().compile_messages is (value == "1")
 
 
 def test_pygs_own_code_runs_on_a_cpu(x, monkeypatch):
