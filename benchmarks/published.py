@@ -82,7 +82,7 @@ def _factors() -> dict[tuple[str, str], dict[str, dict[str, float]]]:
         for row in Table.read(ROOT / "results" / "loops.csv")
         if row["status"] == "ok"
     }
-    found: dict[tuple[str, str], dict[str, dict[str, float]]] = {}
+    factors: dict[tuple[str, str], dict[str, dict[str, float]]] = {}
     for (loop, size, model, way), row in rows.items():
         place = next((key for key in LOOPS if key[0] == loop and key[1] in ("", size)), None)
         if place is None or (way != "pyg" and not row["ratio"]):
@@ -90,8 +90,8 @@ def _factors() -> dict[tuple[str, str], dict[str, dict[str, float]]]:
         # Compiled steps are compared with compiled ones in the CSV.
         pyg = rows[loop, size, model, "pyg"]["ms"]
         factor = float(pyg) / float(row["ms"]) if row["baseline"] == "pyg_compile" else float(row["ratio"] or 1)
-        found.setdefault(place, {}).setdefault(way, {})[f"{size} {model}"] = float(pyg) if way == "pyg" else factor
-    return {place: found[place] for place in LOOPS if place in found}
+        factors.setdefault(place, {}).setdefault(way, {})[f"{size} {model}"] = float(pyg) if way == "pyg" else factor
+    return {place: factors[place] for place in LOOPS if place in factors}
 
 
 def _ways() -> dict[str, str]:
@@ -138,13 +138,13 @@ PROOFS = ("faults", "sanitizer", "determinism", "soak")
 
 def _proofs(name: str) -> dict[str, list[Row]]:
     """The rows of a proof by machine."""
-    found: dict[str, list[Row]] = {}
+    rows_of_machine: dict[str, list[Row]] = {}
     for path in sorted((ROOT / "results" / "proofs").glob(f"{name}-*.csv")):
         rows: list[Row] = [*Table.read(path)]
         # The samples of the soak have no outcome.
         if rows and "outcome" in rows[0]:
-            found[path.stem.removeprefix(f"{name}-")] = rows
-    return found
+            rows_of_machine[path.stem.removeprefix(f"{name}-")] = rows
+    return rows_of_machine
 
 
 def proofs() -> str:

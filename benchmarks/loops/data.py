@@ -175,16 +175,16 @@ def sample(
         before.append(dict(sizes))
         targets = {kind: torch.arange(size) for kind, size in sizes.items()} if blocks else frontier
         layer: Edges = {}
-        found: dict[str, list[Tensor]] = {}
+        reached: dict[str, list[Tensor]] = {}
         for relation in relations:
             source, _, kind = relation
             to = targets.get(kind, torch.empty(0, dtype=torch.long))
             degree = torch.randn(len(to), generator=generator).add(log_degree).exp().ceil().clamp(max=fan).long()
             to = to.repeat_interleave(degree)
             ids = (torch.rand(len(to), generator=generator) ** 2 * counts[source]).long()
-            found.setdefault(source, []).append(add(source, ids))
+            reached.setdefault(source, []).append(add(source, ids))
             layer[relation] = torch.stack([place[source][ids], to])
-        frontier = {kind: torch.cat(new) for kind, new in found.items()}
+        frontier = {kind: torch.cat(new) for kind, new in reached.items()}
         layers.append(layer)
     return sizes, before, layers
 

@@ -332,24 +332,24 @@ def run(config: Mapping[str, Any]) -> int:
     # Compiled steps of one class but of several models count together.
     dynamo_config.recompile_limit = 64
     table = Table(folder / "loops.csv", FIELDS)
-    made = environment(device) | {"digest": source_digest((*MEASURED_ROOMS, "nn", "capture"))}
-    code = 0 if config["summary"] else _measure(cases, table, timer, config, made)
+    provenance = environment(device) | {"digest": source_digest((*MEASURED_ROOMS, "nn", "capture"))}
+    code = 0 if config["summary"] else _measure(cases, table, timer, config, provenance)
     print(summary(table.rows()))
     return code
 
 
 def _measure(
-    cases: Sequence[LoopCase], table: Table, timer: Timer, config: Mapping[str, Any], made: Mapping[str, str]
+    cases: Sequence[LoopCase], table: Table, timer: Timer, config: Mapping[str, Any], provenance: Mapping[str, str]
 ) -> int:
     """Append the rows that are not there; return 2 where time ran out, else 0."""
     progress = Progress(config["limit_s"])
-    done = {tuple(row[name] for name in KEY) for row in table.rows() if row["digest"] == made["digest"]}
+    done = {tuple(row[name] for name in KEY) for row in table.rows() if row["digest"] == provenance["digest"]}
 
     def is_missing(row: dict[str, Any]) -> bool:
-        return tuple({**made, **row}[name] for name in KEY) not in done
+        return tuple({**provenance, **row}[name] for name in KEY) not in done
 
     def keep(rows: Sequence[dict[str, Any]]) -> None:
-        table.append({**made, "time": now(), **row} for row in rows)
+        table.append({**provenance, "time": now(), **row} for row in rows)
         print(*map(line, rows), sep="\n", flush=True)
 
     for case in cases:

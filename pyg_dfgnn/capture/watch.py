@@ -82,12 +82,12 @@ def model_watches(model: nn.Module) -> list[Watch]:
     ]
 
 
-def data_watches(data: Any, made: Sequence[Tensor] = ()) -> list[Watch]:
+def data_watches(data: Any, layer_edges: Sequence[Tensor] = ()) -> list[Watch]:
     """Return watches of the attributes of a Data or HeteroData; edges and groups must not even be edited.
 
     Args:
         data: The data.
-        made: Edges that layers have made others of, and these, which the capture reads.
+        layer_edges: Edges that layers have made others of, and these, which the capture reads.
     """
     entries, edges = [], []
     for store in data.stores:
@@ -107,11 +107,15 @@ def data_watches(data: Any, made: Sequence[Tensor] = ()) -> list[Watch]:
     edited = "the edges that were captured, with groups and all that belongs to them (it was edited)"
     values = [mapping.get(key) for _, mapping, key in entries]
     # Kernels of the capture read the graphs, whatever becomes of the cache.
-    graphs = [graph for value in (*values, *made) if isinstance(value, Tensor) for graph in Graph.cached_of(value)]
+    graphs = [
+        graph for value in (*values, *layer_edges) if isinstance(value, Tensor) for graph in Graph.cached_of(value)
+    ]
     return [
-        Watch([name for name, *_ in entries], TENSOR, read, (values, made, graphs)),
+        Watch([name for name, *_ in entries], TENSOR, read, (values, layer_edges, graphs)),
         Watch([name for name, _ in edges], edited, lambda: [str(version_of(tensor)) for _, tensor in edges]),
-        Watch(["edges of a layer"] * len(made), edited, lambda: [str(version_of(tensor)) for tensor in made]),
+        Watch(
+            ["edges of a layer"] * len(layer_edges), edited, lambda: [str(version_of(tensor)) for tensor in layer_edges]
+        ),
     ]
 
 

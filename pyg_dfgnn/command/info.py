@@ -23,10 +23,10 @@ TESTED = {"torch": ("2.10", "2.15"), "torch_geometric": ("2.7", "2.8")}
 """Oldest and newest release of a package that the tests have passed with."""
 
 
-def _tested(name: str, found: str) -> str:
+def _tested(name: str, installed: str) -> str:
     """Return which releases of a package were tested, and where the installed one is none of them."""
     oldest, newest = TESTED[name]
-    release, low, high = (tuple(map(int, each.split(".")[:2])) for each in (found, oldest, newest))
+    release, low, high = (tuple(map(int, each.split(".")[:2])) for each in (installed, oldest, newest))
     where = "older than these" if release < low else "newer than these" if release > high else ""
     return f"tested with {oldest} to {newest}{', this is ' * bool(where)}{where}"
 
@@ -37,13 +37,13 @@ def info() -> int:
     print(f"Python {platform.python_version()} on {collect_env.get_os(collect_env.run)}, {platform.platform()}")
     for name in PACKAGES:
         try:
-            found = version(name)
-            print(f"{name} {found}{f' ({_tested(name, found)})' if name in TESTED else ''}")
+            installed = version(name)
+            print(f"{name} {installed}{f' ({_tested(name, installed)})' if name in TESTED else ''}")
         except PackageNotFoundError:
             print(f"{name} is not installed")
     print(f"PyTorch is built for {f'CUDA {torch.version.cuda}' if torch.version.cuda else 'CPUs only'}")
-    found, problem = nvrtc_version()
-    print(f"NVRTC {found}" if found else f"NVRTC: unknown, {problem}")
+    nvrtc, problem = nvrtc_version()
+    print(f"NVRTC {nvrtc}" if nvrtc else f"NVRTC: unknown, {problem}")
     driver = collect_env.get_nvidia_driver_version(collect_env.run)
     print(f"driver {driver}" if driver else "driver: unknown, nvidia-smi finds none")
     for index in range(torch.cuda.device_count()):

@@ -313,10 +313,10 @@ def _device_of(values: Iterable[Any]) -> tuple[torch.device | None, str | None]:
                 return None, "sparse tensor"
             device = value.device if device is None else device
         elif kind in (tuple, list, dict):
-            found, other = _device_of(value.values() if kind is dict else value)
+            inner, other = _device_of(value.values() if kind is dict else value)
             if other is not None:
                 return None, other
-            device = found if device is None else device
+            device = inner if device is None else device
         elif isinstance(value, Tensor) or kind.__name__ == "SparseTensor":
             return None, kind.__name__
     return device, None

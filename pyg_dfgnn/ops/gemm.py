@@ -87,15 +87,17 @@ class _Projection(torch.autograd.Function):
         x, *weights = ctx.saved_tensors
         _, needs_x, *needed = ctx.needs_input_grad
         count, used = len(grads), [place for place, grad in enumerate(grads) if grad is not None]
-        given: list[Any] = [grads[place] for place in used]
+        layer_grads: list[Any] = [grads[place] for place in used]
         weights = [weights[place] for place in used] if needs_x else []
         of_parameters: list[Tensor | None] = [None] * len(needed)
         if not used:
             return None, None, *of_parameters
-        rows, channels = given[0].shape
+        rows, channels = layer_grads[0].shape
         fits = _has_kernels(len(used), rows, x.size(1), channels, x.device)
         by_kernel = fits and not torch.compiler.is_compiling() and not is_for_torch(grads)
-        grad_x, of_weights, of_biases = (_backward if by_kernel else _backward_of_torch)(x, weights, given, any(needed))
+        grad_x, of_weights, of_biases = (_backward if by_kernel else _backward_of_torch)(
+            x, weights, layer_grads, any(needed)
+        )
         for place, of_weight, of_bias in zip(used, of_weights, of_biases, strict=True):
             of_parameters[place] = of_weight if needed[place] else None
             if len(needed) > count and needed[count + place]:
@@ -179,15 +181,15 @@ def _forward(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor]) -> 
 def _backward(x: Tensor, weights: Sequence[Tensor], grads: Sequence[Tensor], needed: bool) -> _GemmGradients:
     layers, channels, features = len(grads), grads[0].size(1), x.size(1)
     x_plan, weights_plan, splits = _backward_plans(layers, *x.shape, channels, x.device)
-    given, grad_x = _of_layers(grads), None
+    layer_grads, grad_x = _of_layers(grads), None
     if weights:
         grad_x = x.new_empty(x.shape)
-        x_plan.launch(x.device, *given, *_of_layers(weights), *_of_layers(()), *_of_layers((grad_x,)))
+        x_plan.launch(x.device, *layer_grads, *_of_layers(weights), *_of_layers(()), *_of_layers((grad_x,)))
     if not needed:
         return grad_x, [None] * layers, [None] * layers
     size = layers * channels * features
     partial = x.new_empty((splits, size + layers * channels))
-    weights_plan.launch(x.device, aligned(x), *given, partial)
+    weights_plan.launch(x.device, aligned(x), *layer_grads, partial)
     total = partial.sum(0)
     return (
         grad_x,

@@ -229,10 +229,10 @@ def plan_pass(problem: AttentionProblem, direction: str, graph: Graph) -> RowSpl
     """
     if direction == "weights":
         return replace(_plan_pass(problem, "forward", graph), blocks=1)
-    return _finding_norms(_plan_pass(problem, direction, graph), problem, direction, graph)
+    return _with_norms(_plan_pass(problem, direction, graph), problem, direction, graph)
 
 
-def _finding_norms(found: RowSplitPlan, problem: AttentionProblem, direction: str, graph: Graph) -> RowSplitPlan:
+def _with_norms(plan: RowSplitPlan, problem: AttentionProblem, direction: str, graph: Graph) -> RowSplitPlan:
     """The pass, which finds the norms of the cosine score itself where that takes less than a kernel before it.
 
     So it does on a small graph, from every row that it reads, and writes down those of its targets: these have to be
@@ -243,16 +243,16 @@ def _finding_norms(found: RowSplitPlan, problem: AttentionProblem, direction: st
         or problem.record.node_scalars != "inverse_norm"
         or not graph.is_measured
         or graph.num_src != graph.num_dst
-        or found.blocks > 1
+        or plan.blocks > 1
     ):
-        return found
-    in_order = found.constants["JOINED"] and found.constants["ORDERED"] and problem.dtype.itemsize == 4
+        return plan
+    in_order = plan.constants["JOINED"] and plan.constants["ORDERED"] and problem.dtype.itemsize == 4
     most = _NORM_NUMBERS_IN_ORDER if in_order else _NORM_NUMBERS
     is_small = graph.num_edges * problem.heads * problem.channels <= most
-    if is_small and (found.constants["JOINED"] or graph.csr.max_degree <= found.max_edges):
+    if is_small and (plan.constants["JOINED"] or graph.csr.max_degree <= plan.max_edges):
         # More registers than were timed.
-        return replace(found, constants={**found.constants, "NORMS": 1, "MIN_BLOCKS": 1})
-    return found
+        return replace(plan, constants={**plan.constants, "NORMS": 1, "MIN_BLOCKS": 1})
+    return plan
 
 
 def _plan_pass(problem: AttentionProblem, direction: str, graph: Graph) -> RowSplitPlan:

@@ -308,10 +308,10 @@ def _fit(layers: Sequence[Any], inputs: Sequence[Tensor]) -> bool:
     return len(dtypes) == 1 and all(layer.weight.size(1) == x.size(1) for layer, x in zip(layers, inputs))
 
 
-def _is_small(found: Sequence[tuple[Relation, Tensor, Tensor, Tensor]]) -> bool:
+def _is_small(candidates: Sequence[tuple[Relation, Tensor, Tensor, Tensor]]) -> bool:
     """Return whether the host, and not the device, limits relations that run one by one."""
     sources = edges = 0
-    for _, edge_index, x, _ in found:
+    for _, edge_index, x, _ in candidates:
         sources += x.numel()
         edges += edge_index.size(1) * x.size(1)
     return sources < _MOST_NUMBERS and edges < MEASURED_NUMBERS

@@ -186,8 +186,8 @@ def chunked_of(prepared: Prepared, rows: IndexSpace, dtype: torch.dtype) -> Chun
             return prepared, None
         return prepared, chunked if rows.sizes[E] >= 2 * chunked.chunk else None
 
-    found: tuple[Prepared, Chunked | None] = rows.derived(("chunked", id(prepared)), make)
-    return found[1]
+    kept: tuple[Prepared, Chunked | None] = rows.derived(("chunked", id(prepared)), make)
+    return kept[1]
 
 
 def _reached(program: Program, wrt: Sequence[str]) -> set[str]:

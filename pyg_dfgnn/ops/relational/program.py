@@ -151,7 +151,7 @@ def gradients(
     own = rows.derived(key, find)[1]
     every = {**inputs, **{"d_" + name: grad for name, grad in grads.items()}}
     own_inputs = {name: every[name] for name in own.inputs}
-    run = _found(own, rows, own_inputs, None, ALL_PASSES).prepared
+    run = _known_call(own, rows, own_inputs, None, ALL_PASSES).prepared
     return None if isinstance(run, tuple) else dict(zip(wrt, run(rows, own_inputs).values()))
 
 
@@ -167,7 +167,7 @@ def again(prepared: Prepared, rows: IndexSpace, saved: Sequence[Tensor], grads: 
     program, kept = prepared.gradients, [prepared.inputs[place] for place in prepared.kept]
     every = dict(zip(kept, saved)) | {"d_" + n: grad for n, grad in zip(prepared.outputs, grads)}
     inputs = {name: every[name] for name in program.inputs}
-    run = _found(program, rows, inputs, None, prepared.passes).prepared
+    run = _known_call(program, rows, inputs, None, prepared.passes).prepared
     if isinstance(run, tuple):
         tell_of_torch(f"the program {prepared.program.name!r} ({'; '.join(run)})")
         results = interpret(program, rows, dict(zip(inputs, wide(list(inputs.values())))))
@@ -262,26 +262,26 @@ def _prepare(
         return (str(refusal),)
 
 
-class _Found:
+class _KnownCall:
     """Program found for calls with inputs of the same facts, which have been checked.
 
     Attributes:
-        given: The program as it was given, whose number is a key and which so stays alive.
+        source: The program of the call, whose number is a key and which so stays alive.
         program: The program of these shapes that gives the outputs that are wanted.
         prepared: What runs it, or every reason why no kernels do.
     """
 
-    def __init__(self, given: Any, program: Program, prepared: Prepared | tuple[str, ...]) -> None:
-        self.given, self.program, self.prepared = given, program, prepared
+    def __init__(self, source: Any, program: Program, prepared: Prepared | tuple[str, ...]) -> None:
+        self.source, self.program, self.prepared = source, program, prepared
 
 
-def _found(
+def _known_call(
     program: Program | Relational,
     rows: IndexSpace,
     inputs: Mapping[str, Tensor],
     outputs: Sequence[str] | None,
     passes: Passes,
-) -> _Found:
+) -> _KnownCall:
     """Return what runs a call, kept with the rows by all that the answer depends on."""
     if type(rows) is not IndexSpace:
         check_type("rows", rows, IndexSpace, "the IndexSpace of a graph, from index_space_of(graph)")
@@ -296,22 +296,24 @@ def _found(
         facts += name, tensor.shape, tensor.dtype, tensor.device, has_grad and tensor.requires_grad
     if not is_eager():
         check_type("program", program, (Program, Relational), "a Program or a function under @relational")
-        return _Found(program, _selected(program, inputs, outputs), ("operators are traced or transformed",))
+        return _KnownCall(program, _selected(program, inputs, outputs), ("operators are traced or transformed",))
     key = tuple(facts)
-    known: _Found | None = rows.lists.get(key)
+    known: _KnownCall | None = rows.lists.get(key)
     return (
-        rows.derived(key, lambda: _find(program, rows, inputs, outputs, passes, has_grad)) if known is None else known
+        rows.derived(key, lambda: _prepare_call(program, rows, inputs, outputs, passes, has_grad))
+        if known is None
+        else known
     )
 
 
-def _find(
+def _prepare_call(
     program: Program | Relational,
     rows: IndexSpace,
     inputs: Mapping[str, Tensor],
     outputs: Sequence[str] | None,
     passes: Passes,
     has_grad: bool,
-) -> _Found:
+) -> _KnownCall:
     check_type("program", program, (Program, Relational), "a Program or a function under @relational")
     whole = _selected(program, inputs, outputs)
     wrt: tuple[str, ...] = ()
@@ -324,7 +326,7 @@ def _find(
         # A seed is drawn when it is known that kernels run.
         seed = {SEED: torch.zeros(1, dtype=torch.int64, device=rows.device)} if SEED in whole.inputs else {}
         check_inputs(whole, rows, {**seed, **inputs})
-    return _Found(program, whole, prepared)
+    return _KnownCall(program, whole, prepared)
 
 
 def prepared_for(
@@ -340,7 +342,7 @@ def prepared_for(
         TypeError: As for :func:`apply`.
         ValueError: As for :func:`apply`.
     """
-    return _found(program, rows, inputs, outputs, passes).prepared
+    return _known_call(program, rows, inputs, outputs, passes).prepared
 
 
 def apply(
@@ -369,14 +371,14 @@ def apply(
             lacks a domain.
         UnsupportedError: No kernels run the program, with `settings(fallback="error")`.
     """
-    run_of_call = _found(program, rows, inputs, outputs, passes)
-    prepared = run_of_call.prepared
+    call = _known_call(program, rows, inputs, outputs, passes)
+    prepared = call.prepared
     if isinstance(prepared, tuple):
-        _report(run_of_call.program.name, prepared, rows.device)
-        return interpret(run_of_call.program, rows, inputs)
+        _report(call.program.name, prepared, rows.device)
+        return interpret(call.program, rows, inputs)
     if len(inputs) < len(prepared.inputs):
         # The seed is missing.
-        check_inputs(run_of_call.program, rows, inputs)
+        check_inputs(call.program, rows, inputs)
     return prepared(rows, inputs)
 
 
