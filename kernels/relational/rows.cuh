@@ -99,13 +99,14 @@ struct Short {
     float x[K];
 };
 
-template <bool EXACT, int K>
+// In memory it begins at a multiple of UNIT numbers.
+template <bool EXACT, int K, int UNIT>
 struct ShortLeaf {
     // Numbers of one load, which begins at a multiple of its size.
-    static constexpr int WIDTH = 16 / STORAGE_BYTES, PACK = EXACT        ? 1
-                                                            : K % WIDTH == 0 ? WIDTH
-                                                            : K % 2 == 0     ? 2
-                                                                             : 1;
+    static constexpr int WIDTH = 16 / STORAGE_BYTES, PACK = EXACT           ? 1
+                                                            : UNIT % WIDTH == 0 ? WIDTH
+                                                            : UNIT % 2 == 0     ? 2
+                                                                                : 1;
     typedef ChannelMap<K, PACK, K / PACK, 1> Map;
     u32 words[K / PACK][Map::words];
 
@@ -122,8 +123,8 @@ struct ShortLeaf {
 };
 
 #if STORAGE != 0
-template <int K>
-struct ShortLeaf<true, K> {
+template <int K, int UNIT>
+struct ShortLeaf<true, K, UNIT> {
     Short<K> row;
     __device__ __forceinline__ void load(const float* base, int number, const Lanes&) {
         EACH_SHORT(K) row.x[k] = __ldg(base + (i64)number * K + k);
@@ -162,6 +163,13 @@ __device__ __forceinline__ void write_short(T* base, int row, const Lanes& l, co
     EACH_SHORT(K) {
         if (k % HEAD_LANES == l.head_lane) put(base + (i64)row * K + k, values.x[k]);
     }
+}
+
+// The lanes of the first head write zeros in turn.
+template <int K, class T>
+__device__ __forceinline__ void write_zeros(T* address, const Lanes& l) {
+    if (l.first_head != 0) return;
+    for (int k = l.head_lane; k < K; k += HEAD_LANES) put(address + k, 0.0f);
 }
 
 template <bool EXACT, int FORM, class T>

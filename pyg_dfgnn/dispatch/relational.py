@@ -36,6 +36,7 @@ class StepProblem:
         gathered: Vectors that a lane gathers for a position.
         short: Numbers of the short rows that a lane gathers for a position.
         is_outer: Whether it sums outer products of pieces of the edges.
+        unit: Numbers that every vector in a row begins at a multiple of.
         is_exact: Whether results are compared between kernels, so that all round alike.
         dtype: Dtype of the features.
         device: Where they live.
@@ -51,6 +52,7 @@ class StepProblem:
     gathered: int
     short: int
     is_outer: bool
+    unit: int
     is_exact: bool
     dtype: torch.dtype
     device: torch.device
@@ -86,6 +88,8 @@ def constants_of(problem: StepProblem, wide: bool) -> dict[str, int]:
     """
     # A lane reads weights, or holds sums, for each number of a short row: its share of the wide row should be small.
     itemsize = 8 if problem.is_outer else 4 if problem.short > 8 else problem.dtype.itemsize
+    # No load is wider than what vectors begin at a multiple of.
+    itemsize = max(itemsize, 16 // min(16, problem.unit & -problem.unit))
     lanes = lane_constants(problem.heads, problem.channels, itemsize, wide)
     if problem.kind == "map":
         return {"STORAGE": STORAGE[problem.dtype], **lanes, "UNROLL": 1}

@@ -10,14 +10,24 @@ import math
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from functools import lru_cache
-from math import prod
+from math import gcd, prod
 
 from pyg_dfgnn.ir.domains import Domain, One, determines
 from pyg_dfgnn.ir.kernel_steps import KernelStep
 from pyg_dfgnn.ir.patterns import statistic, weighted
 from pyg_dfgnn.ir.pointwise import POINTWISE
 from pyg_dfgnn.ir.program import REDUCTIONS
-from pyg_dfgnn.ir.register_layout import JOINS, ROWS, SHORT, LoweringError, infer_layout, stored_row
+from pyg_dfgnn.ir.register_layout import (
+    JOINS,
+    PARTS,
+    ROWS,
+    SHORT,
+    LoweringError,
+    infer_layout,
+    loaded_part,
+    stored_parts,
+    stored_row,
+)
 
 MAX_PARAMETERS = 46
 """Arrays of a kernel beside those of the adjacency and its states."""
@@ -46,6 +56,7 @@ class KernelSource:
         short: Numbers of the short rows that a lane gathers for a position.
         is_outer: Whether it leaves sums of outer products for pieces of the edges.
         joins_heads: Whether the heads of a row are joined, for which one group of lanes has to hold them all.
+        unit: Numbers that every vector in a row begins at a multiple of: parts of rows need not begin at one of C.
     """
 
     kind: str
@@ -62,6 +73,7 @@ class KernelSource:
     short: int
     is_outer: bool
     joins_heads: bool
+    unit: int
 
 
 def generate(step: KernelStep, exact: Collection[str]) -> KernelSource:
@@ -86,6 +98,11 @@ def _number(x: float) -> str:
     if math.isnan(x) or math.isinf(x):
         return f"__int_as_float({0x7FC00000 if math.isnan(x) else 0x7F800000 if x > 0 else -0x800000})"
     return f"{float(x)!r}f"
+
+
+def _place_of(pointer: str, row: str, size: int, begin: int) -> str:
+    """The text of the address of a number of a row of a size."""
+    return f"{pointer} + ((i64){row} * {size} + {begin})"
 
 
 def _place(domains: list[Domain], domain: Domain) -> int:
@@ -122,6 +139,7 @@ class _Generator:
         """Kind and operands of each."""
         self.averages = dict(self._averages())
         self.joins_heads = False
+        self.unit = self.lanes.channels
 
     def _reduced(self) -> set[int]:
         """The values that depend on a reduction of this step."""
@@ -171,15 +189,34 @@ class _Generator:
         return f"__ldg(arg.row{_place(self.row_indices, domain)} + row)"
 
     def _leaf(self, key: ValueForm) -> tuple[str, str]:
-        """The type and the pointer of an input."""
+        """The type and the pointer of an input or of a part of one."""
         i, form = key
-        name, size = self.values[i].attrs[0], prod(self.values[i].shape)
+        row, size = self._row_and_place(i)[0], prod(self.values[i].shape)
+        name = self.values[row].attrs[0]
         exact, pointer = str(name in self.exact).lower(), f"arg.in{self.reads.index(name)}"
         if form == SHORT:
-            return f"ShortLeaf<{exact}, {size}>", pointer
+            return f"ShortLeaf<{exact}, {size}, {self._unit_of(i)}>", pointer
         if form.startswith(ROWS):
             return f"Weights<{exact}, {FORMS[form.removeprefix(ROWS)]}, {self.values[i].shape[0]}>", pointer
         return f"Leaf<{exact}, {FORMS[form]}>", pointer
+
+    def _row_and_place(self, i: int) -> tuple[int, int]:
+        """Return the input that a value is, or a part of, and the number of its row at which the value begins."""
+        return loaded_part(self.values, i) or (i, 0)
+
+    def _unit_of(self, i: int) -> int:
+        """Return the numbers that an input, or a part of one, begins at a multiple of in memory."""
+        row, place = self._row_and_place(i)
+        return gcd(prod(self.values[row].shape), place, prod(self.values[i].shape))
+
+    def _read(self, key: ValueForm, number: str) -> tuple[str, str]:
+        """The pointer and the row number by which an input, or a part of one, is read."""
+        pointer, (row, place) = self._leaf(key)[1], self._row_and_place(key[0])
+        if row == key[0]:
+            return pointer, number
+        if key[1] == "HC":
+            self.unit = gcd(self.unit, self._unit_of(key[0]))
+        return _place_of(pointer, number, prod(self.values[row].shape), place), "0"
 
     def text(self, key: ValueForm, scope: _Scope) -> str:
         """Write a value, if it is not there yet, and return its name."""
@@ -198,14 +235,15 @@ class _Generator:
         if value.op in REDUCTIONS:
             scope.lines.append(f"{declared} = {self._total(key, scope)};")
             return name
-        if value.op == "input":
-            leaf, pointer = self._leaf(key)
+        if value.op == "input" or (value.op == "slice" and not self.lanes.args[key]):
+            leaf, domain = self._leaf(key)[0], self.values[self._row_and_place(i)[0]].domain
             if scope is self.edge:
-                _place(self.indices, value.domain)
+                _place(self.indices, domain)
                 self.gathered[key] = f"{leaf} {name};"
                 scope.lines.append(f"{declared} = g.{name}.get();")
             else:
-                scope.lines.append(f"{declared} = read_row<{leaf}>({pointer}, {self._row_of(value.domain)}, l);")
+                pointer, row = self._read(key, self._row_of(domain))
+                scope.lines.append(f"{declared} = read_row<{leaf}>({pointer}, {row}, l);")
             return name
         if value.op == "dropout_mask":
             scope.lines.append(f"{declared} = {self._kept(i, form, scope)};")
@@ -340,26 +378,48 @@ class _Generator:
             is_position = self.step.kind == "traversal" and i not in self.reduced
             yield name, (i, self.lanes.roots[name]), is_position
 
-    def _store(self, name: str, key: ValueForm, row: str, scope: _Scope) -> str:
-        exact, number = str(name in self.exact).lower(), self.writes.index(name)
+    def _store(self, name: str, key: ValueForm, row: str, scope: _Scope) -> list[str]:
+        """The lines that store a value, or the parts of one."""
+        exact, pointer = str(name in self.exact).lower(), f"arg.out{self.writes.index(name)}"
         if name in self.sums:
-            return f"{self._total(key, scope)}.write<{FORMS[key[1].removeprefix(ROWS)]}>(arg.out{number}, {row}, l);"
-        text = self.text(key, scope)
+            return [f"{self._total(key, scope)}.write<{FORMS[key[1].removeprefix(ROWS)]}>({pointer}, {row}, l);"]
+        if key[1] == PARTS:
+            return self._part_stores(key, exact, pointer, row, scope)
+        return [self._row_store(key, exact, pointer, row, scope)]
+
+    def _row_store(self, key: ValueForm, exact: str, pointer: str, row: str, scope: _Scope) -> str:
+        text = self._materialised(key, scope)
         if key[1] == SHORT:
-            return f"write_short(arg.out{number}, {row}, l, {text});"
-        return f"write_row<{exact}, {FORMS[key[1]]}>(arg.out{number}, {row}, l, {text});"
+            return f"write_short({pointer}, {row}, l, {text});"
+        return f"write_row<{exact}, {FORMS[key[1]]}>({pointer}, {row}, l, {text});"
+
+    def _part_stores(self, key: ValueForm, exact: str, pointer: str, row: str, scope: _Scope) -> list[str]:
+        """The lines that store a row part by part, and zeros in between."""
+        i, form = key
+        size, lines, last = prod(self.values[i].shape), list[str](), 0
+        for (begin, part), part_form in zip(stored_parts(self.values, i), self.lanes.args[key], strict=True):
+            if begin > last:
+                lines.append(f"write_zeros<{begin - last}>({_place_of(pointer, row, size, last)}, l);")
+            last = begin + prod(self.values[part].shape)
+            if part_form == "HC":
+                self.unit = gcd(self.unit, size, begin)
+            place = _place_of(pointer, row, size, begin)
+            lines.append(self._row_store((part, part_form), exact, place, "0", scope))
+        if size > last:
+            lines.append(f"write_zeros<{size - last}>({_place_of(pointer, row, size, last)}, l);")
+        return lines
 
     def kernel(self) -> KernelSource:
         edge_stores, end_stores = list[str](), list[str]()
         for name, key, is_position in self._stores():
             if is_position:
                 row = f"index.i{_place(self.indices, self.step.over)}"
-                edge_stores.append(self._store(name, key, row, self.edge))
+                edge_stores += self._store(name, key, row, self.edge)
             else:
-                end_stores.append(self._store(name, key, "row", self.end))
+                end_stores += self._store(name, key, "row", self.end)
         adds = []
         for number, (_, keys) in enumerate(self.accumulators):
-            adds.append(f"s.a{number}.add({', '.join(map(self._materialised, keys))});")
+            adds.append(f"s.a{number}.add({', '.join(self._materialised(key, self.edge) for key in keys)});")
         text = self._assembled(edge_stores, adds, end_stores)
         fragments, head_values = self._planes()
         vectors = sum(self._is_fragment(form) for _, form in self.gathered)
@@ -379,13 +439,14 @@ class _Generator:
             short,
             bool(self.sums),
             self.joins_heads,
+            self.unit,
         )
 
-    def _materialised(self, key: ValueForm) -> str:
-        """The text of an operand of an accumulator, which may be a constant."""
+    def _materialised(self, key: ValueForm, scope: _Scope) -> str:
+        """The text of an operand of an accumulator or of a store, which may be a constant."""
         if self.values[key[0]].op == "const":
             return f"filled<{self._type(key)}>({_number(self.values[key[0]].attrs[0])})"
-        return self.text(key, self.edge)
+        return self.text(key, scope)
 
     def _planes(self) -> tuple[int, int]:
         """Numbers of vectors and of numbers per head in a state."""
@@ -444,10 +505,11 @@ class _Generator:
         lines += [f"    {text}" for text in self.weights.values()]
         lines += self._function("void load", "const Arguments& arg, int row, const Lanes& l", self.own.lines)
         lines += ["};", "struct Gathered {", *(f"    {text}" for text in self.gathered.values())]
-        gathers = [
-            f"v{i}{form}.load({self._leaf((i, form))[1]}, index.i{self.indices.index(self.values[i].domain)}, l);"
-            for i, form in self.gathered
-        ]
+        gathers = []
+        for i, form in self.gathered:
+            domain = self.values[self._row_and_place(i)[0]].domain
+            pointer, row = self._read((i, form), f"index.i{self.indices.index(domain)}")
+            gathers.append(f"v{i}{form}.load({pointer}, {row}, l);")
         lines += self._function("void load", "const Arguments& arg, const RowIndex& index, const Lanes& l", gathers)
         lines += ["};", "struct Accumulators {"]
         for number, (kind, keys) in enumerate(self.accumulators):

@@ -51,6 +51,14 @@ class KernelStep:
     writes: tuple[str, ...]
     program: Program
 
+    def numbers_read(self, name: str) -> int:
+        """Return how many numbers of a row of a buffer the step reads: all, or those of some parts."""
+        values, i = self.program.values, self.program.inputs[name]
+        readers = [value for value in values if i in value.args]
+        if self.kind == "dense" or not readers or any(value.op != "slice" for value in readers):
+            return prod(values[i].shape)
+        return min(prod(values[i].shape), sum(prod(value.shape) for value in readers))
+
     @property
     def is_by_relation(self) -> bool:
         """Whether the step is a product with the weights of relations, or gives their gradient."""
@@ -106,7 +114,7 @@ class Lowered:
             for buffer in (self.buffers[name] for name in step.reads):
                 rows = step.domain if determines(step.domain, buffer.domain) else step.over
                 is_whole = buffer.domain in FEW or step.kind == "dense"
-                total += sizes[buffer.domain if is_whole else rows] * prod(buffer.shape)
+                total += sizes[buffer.domain if is_whole else rows] * step.numbers_read(buffer.name)
             for buffer in (self.buffers[name] for name in step.writes):
                 total += sizes[buffer.domain] * prod(buffer.shape)
         return total

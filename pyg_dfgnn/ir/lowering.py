@@ -30,7 +30,7 @@ from pyg_dfgnn.ir.materialize import Materialization
 from pyg_dfgnn.ir.patterns import statistic, weighted
 from pyg_dfgnn.ir.pointwise import COMPARISONS
 from pyg_dfgnn.ir.program import Builder, Program
-from pyg_dfgnn.ir.register_layout import LoweringError, infer_layout, is_of_heads, lane_numbers
+from pyg_dfgnn.ir.register_layout import LoweringError, infer_layout, is_of_heads, is_of_parts, lane_numbers
 from pyg_dfgnn.ir.register_matmul import MAX_OUTER, is_wide
 from pyg_dfgnn.ir.unroll import unrolled
 
@@ -59,10 +59,15 @@ def lower(program: Program, outputs: Collection[str]) -> Lowered:
 @lru_cache(256)
 def _lowered(program: Program, outputs: frozenset[str]) -> Lowered:
     decomposed, refusals = decompose(program), []
-    ways = chain([(decomposed, False)], ((way, False) for way in unrolled(decomposed)), [(decomposed, True)])
-    for way, joins_apart in ways:
+    ways = chain(
+        [(decomposed, False, False)],
+        ((way, False, False) for way in unrolled(decomposed)),
+        [(decomposed, True, False)],
+        [(decomposed, True, True)] if any(is_of_parts(program.values, i) for i in program.live) else [],
+    )
+    for way, joins_apart, joins_by_torch in ways:
         try:
-            return _Lowering(way, outputs, joins_apart).lowered()
+            return _Lowering(way, outputs, joins_apart, joins_by_torch).lowered()
         except LoweringError as refusal:
             refusals.append(refusal.with_traceback(None))
     # Not kept by a name: with its traceback it would keep the frames of all callers.

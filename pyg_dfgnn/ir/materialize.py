@@ -8,13 +8,26 @@ from math import prod
 from pyg_dfgnn.ir.domains import FEW, Domain, E, One
 from pyg_dfgnn.ir.pointwise import POINTWISE
 from pyg_dfgnn.ir.program import RANGED, REDUCTIONS, Program, skip_views
-from pyg_dfgnn.ir.register_layout import JOINS, MAX_JOINED, LoweringError, folds, is_of_heads, joins_few, stored_row
+from pyg_dfgnn.ir.register_layout import (
+    JOINS,
+    MAX_JOINED,
+    LoweringError,
+    folds,
+    is_of_heads,
+    is_of_parts,
+    joins_few,
+    stored_row,
+)
 from pyg_dfgnn.ir.register_matmul import find, is_of_numbers, is_wide, width_of
 
 ADD = "add"
 """The operator that adds a bias to a linear map."""
 _MOVES = ("permute", "concat", "slice", "pad", "matmul")
 """Operators that move numbers between lanes: torch runs them on nodes and pairs."""
+_ON_LANES = (*POINTWISE, *JOINS, "gather", "expand", "sum", "max")
+"""Operators of kernels that read a row as it lies on the lanes."""
+_JOINED = "row of parts"
+"""Reader that stores a row as a part of another."""
 _STORED = ("input", "dense", "linear", "traversal")
 """Kinds of values that are stored whatever reads them."""
 _INLINED_READS = 1.5
@@ -36,9 +49,10 @@ class Materialization:
         outputs: Names of the outputs that the forward pass gives.
         joins_apart: Whether what joins the channels of heads of an edge, as of queries and keys, is stored by steps of
             its own: no kernel can hold it beside values of another width.
+        joins_by_torch: Whether torch joins rows of edges of their parts: no kernel can hold parts of several widths.
     """
 
-    def __init__(self, program: Program, outputs: frozenset[str], joins_apart: bool) -> None:
+    def __init__(self, program: Program, outputs: frozenset[str], joins_apart: bool, joins_by_torch: bool) -> None:
         self.program, self.values, self.outputs = program, program.values, outputs
         self.ids = sorted(program.live)
         self.forward = Program("", self.values, tuple((n, i) for n, i in program.outputs if n in outputs)).live
@@ -47,9 +61,11 @@ class Materialization:
             for arg in self.values[i].args:
                 self.readers[arg].add(i)
         self.products, self.width = find(program), width_of(program)
-        self.joins_apart = joins_apart
+        self.joins_apart, self.joins_by_torch = joins_apart, joins_by_torch
         self.is_unrolled = any(stored_row(self.values, i) is not None for i in self.ids)
         self.kinds: dict[int, str] = {}
+        # Parts of stored rows that kernels load where they lie.
+        self.parts: set[int] = set()
         for i in self.ids:
             self.kinds[i] = self._kind(i)
         # Values that a step leaves for others, unless they turn out to be read by none.
@@ -79,7 +95,9 @@ class Materialization:
             (product,) = (arg for arg in value.args if self.kinds[arg] == "linear")
             self.kinds[product] = "inline"
             return "linear"
-        if i in self.products.spread | self.products.project | self.products.parts:
+        # Of a map that is sliced the parts are read where it is stored.
+        is_sliced = i in self.products.spread and "slice" in self._reading(i)
+        if i in self.products.spread | self.products.project | self.products.parts and not is_sliced:
             return "inline"
         if is_of_numbers(self.values, i) or stored_row(self.values, i) is not None:
             return "inline"
@@ -90,7 +108,13 @@ class Materialization:
             return "dense" if is_dense else "linear"
         if value.op in _MOVES or (value.op == "fold" and value.domain is not E and not folds(self.values, i)):
             is_matrix = value.op == "matmul" and any(o.domain not in (One, value.domain) for o in operands)
-            if value.domain is E or is_matrix:
+            if self._is_loaded_part(i):
+                self.parts.add(i)
+                return "inline"
+            if self._is_row_of_parts(i) and not self.joins_by_torch:
+                return "inline"
+            is_refused = value.domain is E and not (self._is_of_stored(i) or self._is_row_of_parts(i))
+            if is_refused or is_matrix:
                 why = "needs a matrix per row" if is_matrix else "moves numbers between the lanes of an edge"
                 raise LoweringError(f"%{i} = {value} : {value.domain}{list(value.shape)} {why}")
             return "dense"
@@ -116,6 +140,28 @@ class Materialization:
         """Whether a value is stored rows transposed, of which kernels read single ones where they lie."""
         rows = [stored_row(self.values, reader) for reader in self.readers[i]]
         return bool(rows) and None not in rows
+
+    def _is_of_stored(self, i: int) -> bool:
+        """Whether a value is a slice of stored rows."""
+        row = skip_views(self.values, self.values[i].args[0])
+        return self.values[i].op == "slice" and self.kinds[row] in _STORED and self.values[row].domain not in FEW
+
+    def _is_loaded_part(self, i: int) -> bool:
+        """Whether a value is a part of a stored row that kernels alone read, which load it where it lies."""
+        is_part = self._is_of_stored(i) and prod(self.values[self.values[i].args[0]].shape[:-1]) <= 1
+        return is_part and all(op in (*_ON_LANES, _JOINED) for op in self._reading(i))
+
+    def _is_row_of_parts(self, i: int) -> bool:
+        """Whether a value is a row of edges made of parts, of which nothing is computed on lanes."""
+        return is_of_parts(self.values, i) and not any(op in _ON_LANES for op in self._reading(i))
+
+    def _reading(self, i: int) -> Iterator[str]:
+        """Yield the operators that read a value, through views of it."""
+        for reader in self.readers[i]:
+            if self.values[reader].op == "view":
+                yield from self._reading(reader)
+            else:
+                yield _JOINED if is_of_parts(self.values, reader) else self.values[reader].op
 
     def _is_biased(self, i: int) -> bool:
         """Whether a value is a linear map, read by nothing else, and a bias by the type of the map's weight."""
@@ -218,10 +264,10 @@ class Materialization:
     def _is_read_often(self, i: int) -> bool:
         """Whether a value on nodes or pairs, read on more rows, is made of more numbers than it has."""
         value = self.values[i]
-        if value.domain is E or value.op in ("view", "gather", "expand"):
+        if value.domain is E or value.op in ("view", "gather", "expand") or i in self.parts:
             return False
         ranges = {self._range(reader) for reader in self._readers_of(i)}
-        numbers = sum(prod(self.values[leaf].shape) for leaf in self.leaves(i, self.kept - {i}))
+        numbers = sum(prod(self.values[leaf].shape) for leaf in self.leaves(i, self.kept - {i} | self.parts))
         return ranges != {value.domain} and numbers > _INLINED_READS * prod(value.shape)
 
     def _range(self, i: int) -> Domain:

@@ -9,9 +9,9 @@ from collections.abc import Iterable, Iterator, Sequence
 from math import gcd, prod
 from typing import NamedTuple
 
-from pyg_dfgnn.ir.domains import E, One
+from pyg_dfgnn.ir.domains import FEW, E, One
 from pyg_dfgnn.ir.pointwise import POINTWISE
-from pyg_dfgnn.ir.program import REDUCTIONS, Program, Shape, Value
+from pyg_dfgnn.ir.program import REDUCTIONS, Program, Shape, Value, skip_views
 
 MAX_CHANNELS = 512
 """Channels that the lanes of a head hold."""
@@ -52,8 +52,8 @@ def lane_numbers(shape: Shape) -> int:
     return max(gcd(numbers, 4), -(-numbers // 32))
 
 
-SHORT, ROWS = "K", "K*"
-"""Forms of a short row, and of what has a row for each of its numbers."""
+SHORT, ROWS, PARTS = "K", "K*", "+"
+"""Forms of a short row, of what has a row for each of its numbers, and of a row that is stored part by part."""
 
 
 def infer_layout(program: Program) -> Lanes:
@@ -62,13 +62,16 @@ def infer_layout(program: Program) -> Lanes:
     Raises:
         Refusal: There are none.
     """
-    reasons = []
+    reasons, telling = [f"the program {program.name} has no values"], list[str]()
     for heads, channels in _candidates(program):
         try:
             return _Inference(program, heads, channels).lanes()
         except LoweringError as refusal:
             reasons.append(str(refusal))
-    raise LoweringError(reasons[-1] if reasons else f"the program {program.name} has no values")
+            telling += reasons[-1:] if channels <= MAX_CHANNELS else []
+    # Lanes of the widest of some parts tell why others do not fit beside it.
+    has_parts = any(loaded_part(program.values, i) is not None for i in program.live)
+    raise LoweringError(telling[0] if has_parts and telling else reasons[-1])
 
 
 def _candidates(program: Program) -> Iterable[tuple[int, int]]:
@@ -78,7 +81,7 @@ def _candidates(program: Program) -> Iterable[tuple[int, int]]:
     matrices = {j for i in products for j in ((i,) if values[i].op == "outer" else values[i].args[1:])}
     matrices |= {values[i].args[0] for i in live if stored_row(values, i) is not None}
     matrices |= {arg for i in matrices if values[i].op == "permute" for arg in values[i].args}
-    parts = [i for i in live if values[i].op in ("slice", "concat")]
+    parts = [i for i in live if values[i].op in ("slice", "concat", "pad")]
     short = {j for i in parts for j in (_with_views(values, values[i].args[0]) if values[i].op == "slice" else {i})}
     shapes = {_sizes(values[i].shape) for i in live - matrices - short} or {()}
     inner = {values[arg].shape[-1] for i in live for arg in values[i].args
@@ -122,6 +125,8 @@ class _Inference:
     def _root(self, i: int) -> str:
         refusals, before = [], dict(self.args)
         value = self.program.values[i]
+        if is_of_parts(self.program.values, i):
+            return self._parts(i)
         if value.op == "outer":
             short, wide = value.args
             row = self._root(wide)
@@ -152,6 +157,11 @@ class _Inference:
         self.args[i, ROWS + form] = ()
         return ROWS + form
 
+    def _parts(self, i: int) -> str:
+        """Demand the parts of a row that is stored part by part."""
+        self.args[i, PARTS] = tuple(self._root(part) for _, part in stored_parts(self.program.values, i))
+        return PARTS
+
     def _short(self, i: int) -> str:
         """Demand a value as a row that every lane holds."""
         value, values = self.program.values[i], self.program.values
@@ -165,6 +175,9 @@ class _Inference:
             if form not in ("HC", "C", "H"):
                 raise self._refuse(i, "maps what is no row of heads or channels")
             self.args[i, SHORT] = form, self._weight(values[weight].args[0], form)
+            return SHORT
+        if loaded_part(values, i) is not None and prod(values[value.args[0]].shape) > MAX_SHORT:
+            self.args[i, SHORT] = ()
             return SHORT
         if value.op == "slice" and len(value.shape) == 1:
             self.args[i, SHORT] = (self._short(value.args[0]),)
@@ -224,14 +237,17 @@ class _Inference:
         form = self._form(i, labels)
         if (i, form) in self.args:
             return form
-        value = self.program.values[i]
+        value, values = self.program.values[i], self.program.values
         if value.op == "linear":
             x, weight = value.args
             rows = self._weight(weight, form)
             self.args[i, form] = self._short(x), rows
             return form
-        if value.op == "slice" and (stored := stored_row(self.program.values, i)) is not None:
+        if value.op == "slice" and (stored := stored_row(values, i)) is not None:
             self.args[i, form] = (self._weight(stored[0], form),)
+            return form
+        if loaded_part(values, i) is not None and (form or prod(values[value.args[0]].shape) > MAX_SHORT):
+            self.args[i, form] = ()
             return form
         if value.op == "slice" and not form:
             self.args[i, form] = (self._short(value.args[0]),)
@@ -248,7 +264,12 @@ class _Inference:
             else:
                 self.args[i, form] = forms
                 return form
-        raise refusals.pop(0) if refusals else self._refuse(i, "joins what are not all channels or heads")
+        if refusals:
+            raise refusals.pop(0)
+        # Heads that no group of lanes holds are not joined, whatever they are of.
+        is_wide = self.heads > 1 and self.heads * self.channels > MAX_JOINED
+        what = f"heads of more than {MAX_JOINED} numbers" if is_wide else "what are not all channels or heads"
+        raise self._refuse(i, f"joins {what}")
 
     def _operands(self, i: int, labels: tuple[str, ...], form: str) -> Iterator[tuple[int, tuple[str, ...]]]:
         """The operands of a value with their labels."""
@@ -298,6 +319,39 @@ def stored_row(values: Sequence[Value], i: int) -> tuple[int, int] | None:
     turned = values[value.args[0]]
     is_row = turned.op == "permute" and turned.domain is One and len(turned.shape) == 2
     return (turned.args[0], value.attrs[0]) if is_row else None
+
+
+def loaded_part(values: Sequence[Value], i: int) -> tuple[int, int] | None:
+    """The stored row of which a value is a part, as it lies in memory, and the number at which the part begins; None if
+    it is no such part.
+    """
+    value = values[i]
+    if value.op != "slice" or prod(values[value.args[0]].shape[:-1]) > 1:
+        return None
+    row = skip_views(values, value.args[0])
+    is_row = values[row].op == "input" and values[row].domain not in FEW
+    return (row, value.attrs[0]) if is_row else None
+
+
+def is_of_parts(values: Sequence[Value], i: int) -> bool:
+    """Whether a value is a row of edges of parts that lie one after the other, of more than a number each, or zeros."""
+    value = values[i]
+    if value.op not in ("concat", "pad") or value.domain is not E or prod(value.shape[:-1]) > 1:
+        return False
+    return value.op == "pad" or len(value.args) > MAX_SHORT or any(values[arg].shape[-1] > 1 for arg in value.args)
+
+
+def stored_parts(values: Sequence[Value], i: int, begin: int = 0) -> Iterator[tuple[int, int]]:
+    """Yield the number at which each part of a row begins, and the part; numbers of no part are zeros."""
+    value = values[i]
+    if not is_of_parts(values, i):
+        yield begin, i
+    elif value.op == "pad":
+        yield from stored_parts(values, value.args[0], begin + value.attrs[0])
+    else:
+        for arg in value.args:
+            yield from stored_parts(values, arg, begin)
+            begin += values[arg].shape[-1]
 
 
 def _aligned(labels: tuple[str, ...], shape: Shape) -> tuple[str, ...]:

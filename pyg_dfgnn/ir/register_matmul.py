@@ -7,7 +7,7 @@ rows.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from math import prod
 from typing import Any, NamedTuple
 
@@ -43,8 +43,12 @@ class Narrow(NamedTuple):
 
 def width_of(program: Program) -> int:
     """Return the numbers of the widest row of nodes."""
-    nodes = (program.values[i] for i in program.live)
-    return max([1, *(prod(value.shape) for value in nodes if value.domain in (S, D, U, V))])
+    return widest(program.values[i] for i in program.live)
+
+
+def widest(values: Iterable[Value]) -> int:
+    """Return the numbers of the widest row of nodes among some values."""
+    return max([1, *(prod(value.shape) for value in values if value.domain in (S, D, U, V))])
 
 
 def is_wide(shape: tuple[int, ...], width: int) -> bool:

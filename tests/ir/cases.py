@@ -27,6 +27,7 @@ from pyg_dfgnn.ir import (
 )
 from pyg_dfgnn.ir.layers import hgt, hgt_features, rgat, rgcn_bases, rgcn_mean, rgcn_sum
 from pyg_dfgnn.ir.program import Program
+from pyg_dfgnn.ir.trace import Var
 from pyg_dfgnn.reference.zoo import EdgeList, edges, hub, many_relations, random
 
 TYPES = 3
@@ -194,6 +195,67 @@ def pointwise(x: S, e: E):
     return sum_to(D, out.permute(0).view(2, 2))
 
 
+def part(x: Var, begin: int, end: int) -> Var:
+    return x.emit("slice", attrs=(begin, end))
+
+
+@relational
+def thirds(x: S, vectors: S, edge: E, unit: E):
+    """Numbers and vectors of an edge, each of a third of a product of rows (PaiNN)."""
+    rows, width = edge * x, edge.shape[-1] // 3
+    scalar, along, of_vectors = (part(rows, k * width, (k + 1) * width) for k in range(3))
+    moved = vectors * of_vectors.view(1, width) + along.view(1, width) * unit.view(3, 1)
+    return {"out": sum_to(D, scalar), "vectors": sum_to(D, moved)}
+
+
+@relational
+def overlapping(x: S, xd: D, edge: E):
+    """Ranges of a row that share numbers, and leave some at both ends, which the row as a whole has too."""
+    rows, size = edge.apply("tanh") * x + xd, edge.shape[-1]
+    first, second = part(rows, 1, size - 2), part(rows, 2, size - 1)
+    return {"out": sum_to(D, first * second.apply("sigmoid")), "most": max_to(D, rows * edge)}
+
+
+@relational
+def apart(x: S, edge: E):
+    """Ranges of a row with a rest before, between and behind them."""
+    rows, width = edge.apply("sigmoid") + x, (edge.shape[-1] - 3) // 2
+    return sum_to(D, part(rows, 1, 1 + width) * part(rows, 2 + width, 2 + 2 * width))
+
+
+@relational
+def uneven(x: S, edge: E):
+    """A row in parts of several sizes, with a number left."""
+    rows, size = edge * x, edge.shape[-1]
+    first, second, third = part(rows, 0, size - 6), part(rows, size - 6, size - 3), part(rows, size - 3, size - 1)
+    return {
+        "out": sum_to(D, first.apply("tanh") * part(third, 1, 2)),
+        "few": sum_to(D, third),
+        "three": mean_to(D, second),
+    }
+
+
+@relational
+def rejoined(x: S, edge: E, weight: One):
+    """Halves of a row that change places, beside the row and with a bias of all."""
+    rows, half = edge * x, edge.shape[-1] // 2
+    turned = concat(part(rows, half, 2 * half), part(rows, 0, half))
+    return sum_to(D, (turned + weight) * rows * part(edge, 0, 1))
+
+
+PARTS: dict[str, Program] = {
+    "thirds": thirds.program(x=(15,), vectors=(3, 5), edge=(15,), unit=(3,)),
+    "thirds-64": thirds.program(x=(192,), vectors=(3, 64), edge=(192,), unit=(3,)),
+    "overlapping": overlapping.program(x=(11,), xd=(11,), edge=(11,)),
+    "overlapping-40": overlapping.program(x=(40,), xd=(40,), edge=(40,)),
+    "apart": apart.program(x=(13,), edge=(13,)),
+    "apart-70": apart.program(x=(70,), edge=(70,)),
+    "uneven": uneven.program(x=(11,), edge=(11,)),
+    "uneven-70": uneven.program(x=(70,), edge=(70,)),
+    "rejoined": rejoined.program(x=(6,), edge=(6,), weight=(6,)),
+    "rejoined-68": rejoined.program(x=(68,), edge=(68,), weight=(68,)),
+}
+"""Programs whose parts of rows of edges lie on no lanes before passes have pushed slices down to stored rows."""
 PROGRAMS: dict[str, Program] = {
     "rgcn-mean": rgcn_mean.program(x=(6,), weight=(6, 4)),
     "rgcn-sum": rgcn_sum.program(x=(3,), weight=(3, 8)),
@@ -256,6 +318,7 @@ for _mode in ("additive", "multiplicative"):
             q=(8, 2 if _mode == "additive" else 4),
             k=(8, 2 if _mode == "additive" else 4),
         )
+PROGRAMS |= {name: program for name, program in PARTS.items() if "-" not in name}
 
 
 @dataclass(frozen=True)

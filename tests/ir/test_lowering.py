@@ -31,7 +31,7 @@ from pyg_dfgnn.ir.program import Program
 from pyg_dfgnn.ir.register_layout import LoweringError, infer_layout
 from pyg_dfgnn.ir.register_matmul import MAX_OUTER
 from tests.covering import over
-from tests.ir.cases import ALL_GRAPHS, PROGRAMS, Case, case, gaussians, many_gaussians
+from tests.ir.cases import ALL_GRAPHS, PARTS, PROGRAMS, Case, case, gaussians, many_gaussians
 from tests.ir.test_passes import compare_all
 from tests.ir.test_rewrites import SIZES
 
@@ -41,7 +41,7 @@ REFUSED = {
     "rgat-multiplicative-within": "a part of the heads or channels",
 }
 """Programs that no kernels run, and why."""
-LOWERED = {name: program for name, program in PROGRAMS.items() if name not in REFUSED}
+LOWERED = {name: program for name, program in PROGRAMS.items() if name not in REFUSED.keys() | PARTS.keys()}
 for _mechanism in ("across", "within"):
     _traced = rgat(2, "multiplicative-self-attention", f"{_mechanism}-relation")
     LOWERED[f"rgat-multiplicative-{_mechanism}-1"] = _traced.program(x=(6,), xd=(6,), weight=(6, 8), q=(8, 2), k=(8, 2))
@@ -100,6 +100,25 @@ def test_steps_give_values_and_gradients(name, graph):
         program = joint(drawn, off)
         lowered = lower(program, dict(drawn.program.outputs))
         compare_all(f"all but {off}", run_steps(lowered, drawn.rows, inputs), interpret(program, drawn.rows, inputs))
+
+
+@over(name=tuple(PARTS), graph=tuple(ALL_GRAPHS))
+def test_steps_read_and_write_parts_of_rows(name, graph):
+    drawn = case(PARTS[name], graph)
+    inputs = {**drawn.inputs, **drawn.upstream_named("d_")}
+    for off in ((), ("compact",)):
+        program = joint(drawn, off)
+        lowered = lower(program, dict(drawn.program.outputs))
+        compare_all(f"all but {off}", run_steps(lowered, drawn.rows, inputs), interpret(program, drawn.rows, inputs))
+
+
+@pytest.mark.parametrize("name", PARTS)
+def test_no_row_of_an_edge_is_stored_for_its_parts(name):
+    lowered = lower(joint(case(PARTS[name], "dense")), dict(PARTS[name].outputs))
+    assert not lowered.edge_rows
+    # Of parts of several sizes torch joins a gradient: no kernel has lanes for all.
+    joins = [step for step in lowered.backward if step.kind == "dense" and step.domain is E]
+    assert not joins
 
 
 @pytest.mark.parametrize("name", REFUSED)

@@ -14,7 +14,7 @@ from pyg_dfgnn.ir.program import Builder, Program
 from pyg_dfgnn.ops.relational.traversal import problem_of
 from pyg_dfgnn.statements.spec import Spec
 from tests.covering import extended
-from tests.ir.cases import edge_maps, gaussians, joined_heads, many_gaussians, queries, rows_named
+from tests.ir.cases import edge_maps, gaussians, joined_heads, many_gaussians, queries, rows_named, thirds
 
 
 @relational
@@ -80,6 +80,11 @@ def many_gaussians_of(features: int, channels: int, kernels: int, size: int) -> 
     return many_gaussians.program(x=(features,), edge=(size,), mu=(*shape, size), sigma=(*shape, size), g=shape)
 
 
+def thirds_of(width: int) -> Program:
+    """Messages of numbers and vectors, each of a third of a row of an edge."""
+    return thirds.program(x=(3 * width,), vectors=(3, width), edge=(3 * width,), unit=(3,))
+
+
 PROGRAMS = (
     (rgcn_mean.program(x=(131,), weight=(131, 70)), torch.float16),
     (rgat_of(4, 16, 64), torch.float32),
@@ -91,6 +96,7 @@ PROGRAMS = (
     (queries.program(q=(16,), k=(16,), x=(128,)), torch.float16),
     (gaussians_of(2, 64, 8), torch.float32),
     (many_gaussians_of(6, 4, 2, 3), torch.bfloat16),
+    (thirds_of(64), torch.float32),
 )
 # The same layers in other sizes and dtypes.
 MORE_PROGRAMS = (
@@ -101,6 +107,8 @@ MORE_PROGRAMS = (
     (dropped(4, 16), torch.float32),
     (gaussians_of(25, 64, 2), torch.bfloat16),
     (gaussians_of(2, 64, 16), torch.float32),
+    (thirds_of(128), torch.bfloat16),
+    (thirds_of(17), torch.float16),
 )
 
 

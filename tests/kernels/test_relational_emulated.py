@@ -14,7 +14,7 @@ from pyg_dfgnn.ir.program import Program
 from pyg_dfgnn.ops.relational import Prepared, apply, prepared_for, traversal
 from tests.covering import product
 from tests.emu import ORDERS, needs_compiler
-from tests.ir.cases import ALL_GRAPHS, case, gatv2, joined_heads, rows_named
+from tests.ir.cases import ALL_GRAPHS, PARTS, apart, case, gatv2, joined_heads, rows_named
 from tests.kernels.emulated import emulated_device
 from tests.kernels.problems import assert_largest_close
 from tests.kernels.relational_specs import (
@@ -44,6 +44,9 @@ LAYERS: dict[str, Program] = {
     # More numbers of a source than a group of lanes joins.
     "wide_gaussians": gaussians_of(25, 32, 2),
     "heads": joined_heads.program(x=(192,), xd=(6,), gate=(6, 32)),
+    **PARTS,
+    # Parts that begin at a multiple of the numbers of a load, of which 16-bit rows have no wider one.
+    "apart-halves": apart.program(x=(35,), edge=(35,)),
 }
 EVERY_GRAPH = product({"layer": ("rgcn", "rgat", "hgt"), "graph": tuple(ALL_GRAPHS)})
 RUNS = [
@@ -53,6 +56,16 @@ RUNS = [
         for name in ("heads", "maps", "gaussians", "many_gaussians")
         for graph in ("hub", "duplicates", "dense", "no-edges-R3")
     ),
+    *((name, torch.float32, graph) for name in PARTS for graph in ("hub", "duplicates", "no-edges-R3")),
+    *(
+        (name, torch.float32, graph)
+        for name in ("thirds", "overlapping-40")
+        for graph in ("dense", "isolated-R4", "no-targets", "loop-R2")
+    ),
+    ("thirds-64", torch.bfloat16, "duplicates"),
+    ("thirds", torch.float16, "isolated-R4"),
+    ("apart-halves", torch.bfloat16, "duplicates"),
+    ("rejoined-68", torch.bfloat16, "dense"),
     # A maximum of one edge, which no rounding of logits moves to another.
     ("heads", torch.float16, "isolated-R4"),
     ("maps", torch.bfloat16, "isolated-R4"),

@@ -3,8 +3,9 @@
 from pyg_dfgnn.ir.passes.compact import compact, decompact
 from pyg_dfgnn.ir.passes.differentiate import differentiate
 from pyg_dfgnn.ir.passes.linear import aggregate_first, reorder, scale_first
+from pyg_dfgnn.ir.passes.parts import join_pads, push_slices, split_concats
 from pyg_dfgnn.ir.passes.pipeline import PASSES, Passes, RowCounts, Stage, optimise, rounded
-from pyg_dfgnn.ir.passes.sums import join_pads, share_sums, split_concats
+from pyg_dfgnn.ir.passes.sums import share_sums
 from pyg_dfgnn.ir.simplify import common_subexpressions, remove_dead
 
 __all__ = [
@@ -19,6 +20,7 @@ __all__ = [
     "differentiate",
     "join_pads",
     "optimise",
+    "push_slices",
     "remove_dead",
     "reorder",
     "rounded",

@@ -13,7 +13,8 @@ from pyg_dfgnn.ir.lowering import lower
 from pyg_dfgnn.ir.passes.compact import MOST_PAIRS, compact, decompact
 from pyg_dfgnn.ir.passes.differentiate import differentiate
 from pyg_dfgnn.ir.passes.linear import aggregate_first, reorder, scale_first
-from pyg_dfgnn.ir.passes.sums import join_pads, share_sums, split_concats
+from pyg_dfgnn.ir.passes.parts import join_pads, push_slices, split_concats
+from pyg_dfgnn.ir.passes.sums import share_sums
 from pyg_dfgnn.ir.program import Program
 from pyg_dfgnn.ir.register_layout import LoweringError
 from pyg_dfgnn.ir.simplify import common_subexpressions, remove_dead
@@ -21,6 +22,7 @@ from pyg_dfgnn.ir.simplify import common_subexpressions, remove_dead
 ProgramPass = Callable[[Program, Mapping[Domain, int]], Program]
 PASSES: dict[str, ProgramPass] = {
     "common": lambda program, sizes: common_subexpressions(program),
+    "push_slices": lambda program, sizes: push_slices(program),
     "join_pads": lambda program, sizes: join_pads(program),
     "split_concats": lambda program, sizes: split_concats(program),
     "share_sums": lambda program, sizes: share_sums(program),

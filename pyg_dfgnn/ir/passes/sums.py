@@ -1,80 +1,17 @@
-"""Sums over edges that follow from other sums, or are several side by side."""
+"""Sums over edges that follow from other sums."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from math import prod
 from typing import NamedTuple
 
-from pyg_dfgnn.ir.domains import FEW, Domain, E, determines
-from pyg_dfgnn.ir.materialize import ADD
-from pyg_dfgnn.ir.pointwise import POINTWISE
+from pyg_dfgnn.ir.domains import Domain, E, determines
 from pyg_dfgnn.ir.program import Builder, Program, Shape, Value, rewrite, skip_views
 
 _MOVED = ("view", "gather")
 """Operators that leave numbers as they are, in another shape or on other rows."""
-
-
-def split_concats(program: Program) -> Program:
-    """Return the program in which what is computed of joined rows number by number is joined afterwards.
-
-    Rows that are joined for a sum over edges are then joined per node, and no kernel moves numbers of an edge.
-    """
-
-    def parts_of(builder: Builder, arg: int, ids: dict[int, int]) -> list[int] | None:
-        """The parts of joined rows, of one size or several."""
-        value = builder.values[ids[arg]]
-        return list(value.args) if value.op == "concat" else None
-
-    def rule(builder: Builder, i: int, value: Value, ids: dict[int, int]) -> int | None:
-        if value.op not in ("sum", "max") and value.op not in POINTWISE:
-            return None
-        found = [parts_of(builder, arg, ids) for arg in value.args]
-        widths = {tuple(builder.values[part].shape[-1] for part in parts) for parts in found if parts is not None}
-        if len(widths) != 1 or value.shape[-1] != sum(next(iter(widths))):
-            return None
-        others = [ids[arg] for arg, parts in zip(value.args, found) if parts is None]
-        if any(builder.values[other].shape[-1:] not in ((), (1,)) for other in others):
-            return None
-        joined = []
-        for k in range(len(next(iter(widths)))):
-            args = [ids[arg] if parts is None else parts[k] for arg, parts in zip(value.args, found)]
-            joined.append(builder.emit(value.op, *args, attrs=value.attrs))
-        return builder.emit("concat", *joined, domain=value.domain)
-
-    return rewrite(program, rule)
-
-
-def join_pads(program: Program) -> Program:
-    """Return the program in which weights between zeros that are added, as gradients of slices are, are joined."""
-
-    def placed(builder: Builder, i: int) -> tuple[int, int, int]:
-        """Return the value between zeros, its first place and the place behind its last one."""
-        value = builder.values[i]
-        before = value.attrs[0] if value.op == "pad" else 0
-        inner = value.args[0] if value.op == "pad" else i
-        return inner, before, before + builder.values[inner].shape[-1]
-
-    def rule(builder: Builder, i: int, value: Value, ids: dict[int, int]) -> int | None:
-        if value.op != ADD or value.domain not in FEW:
-            return None
-        args = [ids[arg] for arg in value.args]
-        if any(builder.values[arg].op != "pad" or builder.values[arg].shape != value.shape for arg in args):
-            return None
-        (left, first, middle), (right, start, last) = sorted((placed(builder, arg) for arg in args), key=lambda p: p[1])
-        if middle != start or {builder.values[k].domain for k in (left, right)} != {value.domain}:
-            return None
-        parts = [part for k in (left, right) for part in _joined(builder.values, k)]
-        joined = builder.emit("concat", *parts, domain=value.domain)
-        zeros = first, value.shape[-1] - last
-        return builder.emit("pad", joined, attrs=zeros) if any(zeros) else joined
-
-    return rewrite(program, rule)
-
-
-def _joined(values: Sequence[Value], i: int) -> Sequence[int]:
-    return values[i].args if values[i].op == "concat" else (i,)
 
 
 class _Weighted(NamedTuple):

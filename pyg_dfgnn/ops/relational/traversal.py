@@ -38,7 +38,7 @@ def problem_of(kernel: KernelSource, compares: bool, dtype: torch.dtype, device:
     """Return the problem of a generated kernel; `compares` as for :func:`prepare`."""
     sizes = kernel.heads, kernel.channels, len(kernel.indices)
     state = kernel.fragments, kernel.head_values, kernel.gathered, kernel.short
-    return StepProblem(kernel.kind, kernel.text, *sizes, *state, kernel.is_outer, compares, dtype, device)
+    return StepProblem(kernel.kind, kernel.text, *sizes, *state, kernel.is_outer, kernel.unit, compares, dtype, device)
 
 
 def _spec(step: KernelStep, problem: StepProblem, plan: RowSplitPlan) -> Spec:
