@@ -33,6 +33,9 @@ _LOOKUPS = frozenset({"getitem", "index_select", "embedding"})
 WIDE = frozenset({"linear", "matmul", "mm", "bmm", "addmm"})
 _NARROW = 16
 """Widest row of an edge that is mapped in registers, whose map may so become part of a program."""
+_KEPT = 1024
+"""Numbers of a weight that lanes keep in registers: of a wider map whose result is cut, kernels rather read parts."""
+_CUTS = frozenset("split chunk split_with_sizes tensor_split unsafe_chunk unbind narrow select".split())
 _ARGUMENT = re.compile("l_(.+)_")
 _INSIDE = re.compile("_(?:modules|parameters|buffers)_")
 """Parts of the names that TorchDynamo gives the arguments of a graph."""
@@ -278,10 +281,25 @@ class Draft:
             width, own = expression_of(rows.shape[1]), expression_of(mapped.shape[-1])
             if current().edge_chunks:
                 return True
-            return isinstance(width, int) and isinstance(own, int) and width <= _NARROW and width < own
+            if not isinstance(width, int) or not isinstance(own, int) or not width <= _NARROW or not width < own:
+                return False
+            return width * own <= _KEPT or not self._is_cut(node)
         if "place" in node.meta:
             return "light" in node.meta
         return all(self.is_row_of_edge(x) or x.op == "placeholder" or _is_shared(value_of(x)) for x in tensors)
+
+    def _is_cut(self, node: Node) -> bool:
+        """Return whether parts of what a node gives for each edge are read apart, maybe of a function of it."""
+        waiting, seen = list(node.users), {node}
+        while waiting:
+            user = waiting.pop()
+            name = name_of(user)
+            if name in _CUTS or (name == "getitem" and _is_part(user.args[1])):
+                return True
+            if user not in seen and self.is_row_of_edge(user) and name not in WIDE:
+                seen.add(user)
+                waiting += user.users
+        return False
 
     def is_light(self, node: Node) -> bool:
         """Return whether a traced node waits for no reduction of its region."""
@@ -378,6 +396,12 @@ class Draft:
         return Symbol.of(
             meta, symbol.number, symbol.rows, lead=symbol.lead, ids=symbol.ids, lift=symbol.lift, shared=symbol.shared
         )
+
+
+def _is_part(key: Any) -> bool:
+    """Return whether an index takes a part of some dimension."""
+    keys = key if isinstance(key, tuple) else (key,)
+    return any(isinstance(k, int) or (isinstance(k, slice) and k != slice(None)) for k in keys)
 
 
 def _forms(title: str) -> set[str]:

@@ -24,6 +24,10 @@ _LINEAR = ("add", "sub", "mul", "neg", "sum")
 """Operators of zeros that give zeros."""
 
 
+_Slices = dict[tuple[int, int, int], int]
+"""Value, and the range of its last size that another value has: begin and end."""
+
+
 class _Place(NamedTuple):
     """A value as the part of a row from one number to before another; a row has zeros where it has no part."""
 
@@ -39,12 +43,15 @@ class _Place(NamedTuple):
 def push_slices(program: Program) -> Program:
     """Return the program in which slices of what is computed number by number are computed of slices."""
 
+    known: _Slices = {}
+
     def rule(builder: Builder, i: int, value: Value, ids: dict[int, int]) -> int | None:
         if value.op != "slice" or value.domain in FEW:
             return None
-        return builder.emit("gather", _sliced(builder, ids[value.args[0]], *value.attrs), attrs=(value.domain,))
+        part = _sliced(builder, known, ids[value.args[0]], *value.attrs)
+        return builder.emit("gather", part, attrs=(value.domain,))
 
-    return rewrite(program, rule)
+    return rewrite(program, rule, share=True)
 
 
 def split_concats(program: Program) -> Program:
@@ -52,6 +59,7 @@ def split_concats(program: Program) -> Program:
 
     Rows that are joined for a sum over edges are then joined per node. On edges other operands are sliced.
     """
+    known: _Slices = {}
 
     def rule(builder: Builder, i: int, value: Value, ids: dict[int, int]) -> int | None:
         if value.op not in ("sum", "max") and value.op not in POINTWISE:
@@ -71,7 +79,7 @@ def split_concats(program: Program) -> Program:
         elif value.op == "max" and not is_full:
             return None
         joined = []
-        for begin, end, parts in _aligned(builder, args, size):
+        for begin, end, parts in _aligned(builder, known, args, size):
             if value.op in _LINEAR and all(part is None for part in parts):
                 continue
             operands = [builder.emit("const", attrs=(0.0,)) if part is None else part for part in parts]
@@ -79,7 +87,7 @@ def split_concats(program: Program) -> Program:
             joined.append(_Place(begin, end, builder.emit("expand", part, attrs=((*value.shape[:-1], end - begin),))))
         return _row_of(builder, joined, value.shape, value.domain)
 
-    return rewrite(program, rule)
+    return rewrite(program, rule, share=True)
 
 
 def join_pads(program: Program) -> Program:
@@ -87,6 +95,7 @@ def join_pads(program: Program) -> Program:
 
     On edges other rows may be added to them too, and rows may overlap: they are added part by part.
     """
+    known: _Slices = {}
 
     def rule(builder: Builder, i: int, value: Value, ids: dict[int, int]) -> int | None:
         if value.op != ADD:
@@ -107,7 +116,7 @@ def join_pads(program: Program) -> Program:
         if not is_of_edges:
             return None
         joined = []
-        for begin, end, parts in _aligned(builder, args, size):
+        for begin, end, parts in _aligned(builder, known, args, size):
             terms = [part for part in parts if part is not None]
             if terms:
                 joined.append(_Place(begin, end, reduce(partial(builder.emit, ADD), terms)))
@@ -150,7 +159,9 @@ def _row_of(builder: Builder, places: Sequence[_Place], shape: Shape, domain: Do
     return builder.emit("pad", joined, attrs=(places[0].begin, shape[-1] - places[-1].end))
 
 
-def _aligned(builder: Builder, rows: Sequence[int], size: int) -> Iterator[tuple[int, int, list[int | None]]]:
+def _aligned(
+    builder: Builder, known: _Slices, rows: Sequence[int], size: int
+) -> Iterator[tuple[int, int, list[int | None]]]:
     """Yield the parts of rows, cut where a part of any of them ends: begin, end and the part of each, None for zeros.
 
     Of values with one number in the last place each part is the value.
@@ -166,19 +177,26 @@ def _aligned(builder: Builder, rows: Sequence[int], size: int) -> Iterator[tuple
             if own is None:
                 parts.append(None if row_is else row)
             else:
-                parts.append(_sliced(builder, own.value, begin - own.begin, end - own.begin))
+                parts.append(_sliced(builder, known, own.value, begin - own.begin, end - own.begin))
         yield begin, end, parts
 
 
-def _sliced(builder: Builder, i: int, begin: int, end: int) -> int:
-    """Write a range of the last size of a value, made of ranges of what the value is computed from."""
+def _sliced(builder: Builder, known: _Slices, i: int, begin: int, end: int) -> int:
+    """Write a range of the last size of a value, made of ranges of what the value is computed from, or find it."""
+    key = i, begin, end
+    if key not in known:
+        known[key] = _written(builder, known, *key)
+    return known[key]
+
+
+def _written(builder: Builder, known: _Slices, i: int, begin: int, end: int) -> int:
     value = builder.values[i]
     args, shape = value.args, (*value.shape[:-1], end - begin)
     if shape == value.shape:
         return i
     # Operands with one number in the last place are read whole.
     ranged = [
-        _sliced(builder, arg, begin, end) if builder.values[arg].shape[-1:] == value.shape[-1:] else arg
+        _sliced(builder, known, arg, begin, end) if builder.values[arg].shape[-1:] == value.shape[-1:] else arg
         for arg in (args if value.op in (*POINTWISE, "view", "gather", "expand") else ())
     ]
     if value.op in POINTWISE and value.domain not in FEW:
@@ -188,13 +206,13 @@ def _sliced(builder: Builder, i: int, begin: int, end: int) -> int:
     if value.op == "expand" or (value.op == "view" and ranged != list(args)):
         return builder.emit(value.op, *ranged, attrs=(shape,), domain=value.domain)
     if value.op == "slice":
-        return _sliced(builder, args[0], value.attrs[0] + begin, value.attrs[0] + end)
+        return _sliced(builder, known, args[0], value.attrs[0] + begin, value.attrs[0] + end)
     if value.op in _JOINED:
         kept = []
         for place in _places(builder.values, i):
             low, high = max(place.begin, begin), min(place.end, end)
             if low < high:
-                part = _sliced(builder, place.value, low - place.begin, high - place.begin)
+                part = _sliced(builder, known, place.value, low - place.begin, high - place.begin)
                 kept.append(_Place(low - begin, high - begin, part))
         return _row_of(builder, kept, shape, value.domain)
     if value.op == "linear" and _is_spread(builder.values, value, shape):

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from pyg_dfgnn.ir.domains import E
-from pyg_dfgnn.ir.program import broadcast
+from pyg_dfgnn.ir.program import broadcast, skip_views
 from pyg_dfgnn.ir.torch_front.pointwise import size_of
 from pyg_dfgnn.ir.torch_front.reductions import index_select
 from pyg_dfgnn.ir.torch_front.registry import FUNCTIONS, names, require, values
@@ -175,6 +175,12 @@ def _ranged(t: Tracer, number: int, axis: int, begin: int, end: int) -> int:
     value, shape = t.builder.values[number], t.shape(number)
     if value.op == "expand" and ((1,) * len(shape) + t.shape(value.args[0]))[axis - len(shape)] == 1:
         return t.emit("expand", value.args[0], attrs=((*shape[:axis], end - begin, *shape[axis + 1 :]),))
+    flat = skip_views(t.builder.values, number)
+    if axis + 1 < len(shape) and prod(shape[:axis]) == 1 and t.shape(flat) == (prod(shape),):
+        # One range of the numbers of a row, as it was before it got these sizes.
+        inner = prod(shape[axis + 1 :])
+        part = t.emit("slice", flat, attrs=(begin * inner, end * inner))
+        return t.emit("view", part, attrs=((*shape[:axis], end - begin, *shape[axis + 1 :]),))
     order, back = _last(axis, len(t.shape(number)))
     part = t.emit("slice", t.emit("permute", number, attrs=(order,)), attrs=(begin, end))
     return t.emit("permute", part, attrs=(back,))
