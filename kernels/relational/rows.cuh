@@ -49,15 +49,48 @@ struct Leaf<true, 3> {
 };
 #endif
 
-template <bool EXACT>
-struct Leaf<EXACT, 2> {
+// A row that all heads share: each lane of a head has its channels of one.
+typedef ChannelMap<CHANNELS, VEC, LANE_VECS, 1> SharedRow;
+
+__device__ __forceinline__ bool has_shared(const Lanes& l, int k) {
+    return CHANNELS == HEAD_LANES * LANE_ELEMS || (k * HEAD_LANES + l.head_lane) * VEC < CHANNELS;
+}
+
+template <>
+struct Leaf<false, 2> {
+    PackedOf<SharedRow> packed;
+    __device__ __forceinline__ void load(const storage_t* base, int row, const Lanes& l) {
+        const storage_t* address = base + (i64)row * CHANNELS + l.head_lane * VEC;
+#pragma unroll
+        for (int k = 0; k < LANE_VECS; ++k) {
+            if (has_shared(l, k)) {
+                load_pack<false, SharedRow>(address + k * HEAD_LANES * VEC, packed.words[0][k]);
+            } else {
+#pragma unroll
+                for (int w = 0; w < SharedRow::words; ++w) packed.words[0][k][w] = 0u;
+            }
+        }
+    }
+    __device__ __forceinline__ Fragment get() const {
+        const FragmentOf<SharedRow> row = widen(packed);
+        Fragment fragment;
+        EACH_CHANNEL fragment.x[h][c] = row.x[0][c];
+        return fragment;
+    }
+};
+
+#if STORAGE == 0
+template <>
+struct Leaf<true, 2> : Leaf<false, 2> {};
+#else
+template <>
+struct Leaf<true, 2> {
     float x[LANE_ELEMS];
-    template <class T>
-    __device__ __forceinline__ void load(const T* base, int row, const Lanes& l) {
+    __device__ __forceinline__ void load(const float* base, int row, const Lanes& l) {
 #pragma unroll
         for (int c = 0; c < LANE_ELEMS; ++c) {
             const int channel = channel_at(l, c);
-            x[c] = channel < CHANNELS ? to_fp32(__ldg(base + (i64)row * CHANNELS + channel)) : 0.0f;
+            x[c] = channel < CHANNELS ? __ldg(base + (i64)row * CHANNELS + channel) : 0.0f;
         }
     }
     __device__ __forceinline__ Fragment get() const {
@@ -66,6 +99,7 @@ struct Leaf<EXACT, 2> {
         return fragment;
     }
 };
+#endif
 
 template <bool EXACT>
 struct Leaf<EXACT, 1> {
@@ -147,7 +181,18 @@ __device__ __forceinline__ void write_row(T* base, int row, const Lanes& l, cons
         store_fragment_fp32(base, row, l, fragment);
     } else if constexpr (FORM == 3) {
         store_fragment(base, row, l, fragment);
-    } else if (l.first_head == 0) {
+    } else if (l.first_head != 0) {
+        return;
+    } else if constexpr (STORAGE == 0 || !EXACT) {
+#pragma unroll
+        for (int k = 0; k < LANE_VECS; ++k) {
+            if (has_shared(l, k)) {
+                u32 words[SharedRow::words];
+                pack<SharedRow>(&fragment.x[0][k * VEC], words);
+                store_pack<SharedRow>(base + (i64)row * CHANNELS + (k * HEAD_LANES + l.head_lane) * VEC, words);
+            }
+        }
+    } else {
 #pragma unroll
         for (int c = 0; c < LANE_ELEMS; ++c) {
             const int channel = channel_at(l, c);

@@ -214,7 +214,7 @@ class _Generator:
         pointer, (row, place) = self._leaf(key)[1], self._row_and_place(key[0])
         if row == key[0]:
             return pointer, number
-        if key[1] == "HC":
+        if self._is_fragment(key[1]):
             self.unit = gcd(self.unit, self._unit_of(key[0]))
         return _place_of(pointer, number, prod(self.values[row].shape), place), "0"
 
@@ -401,7 +401,7 @@ class _Generator:
             if begin > last:
                 lines.append(f"write_zeros<{begin - last}>({_place_of(pointer, row, size, last)}, l);")
             last = begin + prod(self.values[part].shape)
-            if part_form == "HC":
+            if self._is_fragment(part_form):
                 self.unit = gcd(self.unit, size, begin)
             place = _place_of(pointer, row, size, begin)
             lines.append(self._row_store((part, part_form), exact, place, "0", scope))
