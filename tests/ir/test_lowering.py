@@ -116,9 +116,10 @@ def test_steps_read_and_write_parts_of_rows(name, graph):
 def test_no_row_of_an_edge_is_stored_for_its_parts(name):
     lowered = lower(joint(case(PARTS[name], "dense")), dict(PARTS[name].outputs))
     assert not lowered.edge_rows
-    # Of parts of several sizes torch joins a gradient: no kernel has lanes for all.
-    joins = [step for step in lowered.backward if step.kind == "dense" and step.domain is E]
-    assert not joins
+    dense = [step.program for step in lowered.backward if step.kind == "dense"]
+    joined = [value for program in dense for value in program.values if value.op == "concat" and value.domain is E]
+    # A number, 33 and 34 of them make one gradient: no kernel has lanes for all, and torch joins them.
+    assert bool(joined) == (name == "rejoined-68")
 
 
 @pytest.mark.parametrize("name", REFUSED)
