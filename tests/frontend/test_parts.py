@@ -1,6 +1,7 @@
 """Layers that cut rows of edges in parts, on kernels that the emulator runs: no row of an edge is stored for a part."""
 
 import copy
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ from torch_geometric.utils import scatter, softmax
 
 from pyg_dfgnn.ops.relational.backend import KERNELS, running
 from pyg_dfgnn.reference.tolerances import elementwise
+from pyg_dfgnn.settings import local_settings
 from tests.frontend.marks import compile_layer
 from tests.kernels.emulated import emulated_device
 
@@ -177,7 +179,9 @@ def results(layer, arguments, dtype, twice):
     inputs = [x for x in arguments if x.is_floating_point()]
     out = layer(*arguments)
     outputs = out if isinstance(out, tuple) else (out,)
-    loss = sum((x.sin() * torch.linspace(0.5, 1.5, x.numel(), dtype=dtype).view_as(x)).sum() for x in outputs)
+    loss = sum(
+        (x.sin() * torch.linspace(0.5, 1.5, x.numel(), dtype=dtype).to(x.device).view_as(x)).sum() for x in outputs
+    )
     options = {"allow_unused": True, "materialize_grads": True}
     if not twice:
         return [*outputs, *torch.autograd.grad(loss, [*inputs, *layer.parameters()], **options)]
@@ -186,12 +190,14 @@ def results(layer, arguments, dtype, twice):
     return [*outputs, *first, *torch.autograd.grad(loss, [*inputs, *layer.parameters()], **options)]
 
 
-def compare(layer, arguments, captured, twice=False):
-    """Compare a layer on kernels with itself in float64; returns the names of the kernels that ran."""
+def compare(layer, arguments, captured, twice=False, device="cpu"):
+    """Compare a layer on kernels with itself in float64; returns the names of the kernels that the emulator ran."""
     expected = results(copy.deepcopy(layer).double(), arguments, torch.float64, twice)
-    compile_layer(layer)
-    with emulated_device() as launched, running(KERNELS):
-        actual = results(layer, arguments, torch.float32, twice)
+    compile_layer(layer).to(device)
+    # Few and new edges are left to torch, unless ids are checked as they come.
+    with local_settings(fallback="error", check_ids="now"):
+        with nullcontext([]) if device == "cuda" else emulated_device() as launched, running(KERNELS):
+            actual = [x.cpu() for x in results(layer, [x.to(device) for x in arguments], torch.float32, twice)]
     assert captured[0].regions and not any(region.reasons for region in captured[0].regions)
     for got, want in zip(actual, expected, strict=True):
         scale = want.abs().max().clamp(min=1.0) if want.numel() else 1.0
@@ -227,6 +233,17 @@ def test_second_derivatives_run_on_kernels(kind, width, captured, caplog):
     arguments = vector_arguments(width, "random") if kind is Vectors else row_arguments(width, "random")
     compare(kind(width), arguments, captured, twice=True)
     assert "derivative" not in caplog.text
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize(
+    ("name", "width"), [("vectors", 64), ("thirds", 17), *((n, w[-1]) for n, (_, w) in ROWS.items())]
+)
+def test_on_a_gpu(name, width, captured):
+    torch.manual_seed(0)
+    kinds = {"vectors": Vectors, "thirds": Thirds}
+    arguments = (vector_arguments if name in kinds else row_arguments)(width, "hub")
+    compare(kinds[name](width) if name in kinds else ROWS[name][0](width), arguments, captured, device="cuda")
 
 
 def test_no_edges(captured):
