@@ -242,7 +242,7 @@ def test_second_derivatives_run_on_kernels(kind, width, captured, caplog):
 def test_on_a_gpu(name, width, captured):
     torch.manual_seed(0)
     kinds = {"vectors": Vectors, "thirds": Thirds}
-    arguments = (vector_arguments if name in kinds else row_arguments)(width, "hub")
+    arguments = (vector_arguments if name in kinds else row_arguments)(width, "random")
     compare(kinds[name](width) if name in kinds else ROWS[name][0](width), arguments, captured, device="cuda")
 
 
