@@ -29,7 +29,7 @@ class PartitionedHeteroGraph(Mapping[EdgeType, PartitionedGraph]):
     """A process's part of a graph of several types, in place of `edge_index_dict`: a range of the nodes of each type.
 
     All relations with sources of one type share a halo, so that a layer that reads all relations, such as `HGTConv`,
-    fetches a remote node once.
+    fetches a remote node once. It is no dict, because DistributedDataParallel makes dicts among its arguments anew.
 
     Attributes:
         parts: Edge type -> part.
@@ -41,7 +41,6 @@ class PartitionedHeteroGraph(Mapping[EdgeType, PartitionedGraph]):
     bounds: dict[NodeType, list[int]]
     group: Group
 
-    # DistributedDataParallel makes dicts among its arguments anew, so that this is none.
     def __getitem__(self, edge_type: EdgeType) -> PartitionedGraph:
         return self.parts[edge_type]
 
@@ -158,7 +157,7 @@ def own_hetero_part(graph: HeteroData, group: Group) -> HeteroData:
                 own[edge_type][key] = value.index_select(0, part.edge_ids).to(group.device)
     # Attributes of the whole graph are of the nodes of its first type.
     for key, value in graph.stores[0].items():
-        own[key] = parts.local({first: value})[first]
+        own[key] = parts.local({first: value})[first] if isinstance(value, Tensor) else value
     return own
 
 

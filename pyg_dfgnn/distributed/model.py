@@ -51,7 +51,8 @@ def _reads_whole_graph(module: nn.Module) -> bool:
 def wrap(model: nn.Module, group: Group, stream: torch.cuda.Stream | None = None) -> nn.Module:
     """Make a model train on several processes: gradients are averaged, batch statistics are those of all nodes.
 
-    The model may be called with a :class:`PartitionedGraph` in place of `edge_index`. Convs that take a pair of node
+    The model may be called with a :class:`PartitionedGraph` in place of `edge_index`, or with a
+    :class:`~pyg_dfgnn.distributed.PartitionedHeteroGraph` in place of `edge_index_dict`. Convs that take a pair of node
     sets then fetch the halo of their input first, and run on kernels; the code of all others gets
     :class:`~pyg_dfgnn.graph.ends.PartitionedEdges`, with which it fetches whatever it gathers from sources. Parameter
     names, checkpoints and calls with a tensor `edge_index` do not change. The same parameters must take part in each
