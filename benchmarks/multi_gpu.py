@@ -546,7 +546,7 @@ def main(arguments: list[str] | None = None) -> bool:
     chosen = parser.parse_args(arguments)
     group = Group.of_environment(chosen.device)
     results: list[Result] = []
-    for check in (same_hetero, same_partitioned, large, beyond, own_batches, throughput, same_losses):
+    for check in (same_hetero, same_partitioned, large, own_batches, throughput, same_losses, beyond):
         start = time.perf_counter()
         measured = check(group, chosen.small)
         if group.is_main:
