@@ -21,6 +21,7 @@ typedef int id_t;
 #define THREAD ((i64)blockIdx.x * blockDim.x + threadIdx.x)
 #define FULL_MASK 0xffffffffu
 #define WARPS 8
+#define WARP_ROW 128
 #define LONG_ROW_REPORT 6
 
 #if PADDED
@@ -86,6 +87,10 @@ struct Row {
     int count;
 };
 
+__device__ __forceinline__ int end_of(const Row& row, int number, i64 num_edges) {
+    return number < num_edges ? (int)row.other_end[number] : number - (int)num_edges;
+}
+
 // Sorts the numbers of a row, all threads of the block together: a bitonic sort whose numbers past the end are infinite.
 __device__ __forceinline__ void sort_by_block(int* numbers, int count) {
     const auto exchange = [&](i64 low, i64 high) {
@@ -108,8 +113,36 @@ __device__ __forceinline__ void sort_by_block(int* numbers, int count) {
     __syncthreads();
 }
 
-// Sorts the numbers of the edges within each row, and writes the other end of each edge. A warp takes a row of up to 32
-// edges, the block longer ones.
+// Sorts the numbers of a row of up to 32 * PARTS edges, the threads of a warp together, and writes the other ends. The
+// place of a number is how many of the row are smaller.
+template <int PARTS>
+__device__ __forceinline__ void sort_by_warp(const Row& row, i64 num_edges) {
+    const int lane = threadIdx.x % 32;
+    int numbers[PARTS], places[PARTS];
+#pragma unroll
+    for (int part = 0; part < PARTS; ++part) {
+        const int i = 32 * part + lane;
+        numbers[part] = i < row.count ? row.perm[i] : 0;
+        places[part] = 0;
+    }
+#pragma unroll
+    for (int part = 0; part < PARTS; ++part) {
+        for (int k = 0; k < 32 && 32 * part + k < row.count; ++k) {
+            const int other = __shfl_sync(FULL_MASK, numbers[part], k);
+#pragma unroll
+            for (int own = 0; own < PARTS; ++own) places[own] += other < numbers[own];
+        }
+    }
+#pragma unroll
+    for (int part = 0; part < PARTS; ++part) {
+        if (32 * part + lane >= row.count) continue;
+        row.perm[places[part]] = numbers[part];
+        row.col[places[part]] = end_of(row, numbers[part], num_edges);
+    }
+}
+
+// Sorts the numbers of the edges within each row, and writes the other end of each edge. A warp takes a row of up to
+// WARP_ROW edges, the block longer ones.
 extern "C" __global__ void graph_order(const id_t* target, const id_t* source, i64 num_edges, i64 num_dst, i64 num_src,
                                        const int* rowptr, int* perm, int* col, const int* source_rowptr,
                                        int* source_perm, int* source_col, volatile i64* report) {
@@ -123,26 +156,16 @@ extern "C" __global__ void graph_order(const id_t* target, const id_t* source, i
                            (by_source ? source_col : col) + begin, begins[1] - begin};
         return found;
     };
-    const auto end_of = [&](const Row& row, int number) {
-        return number < num_edges ? (int)row.other_end[number] : number - (int)num_edges;
-    };
     const i64 first = (i64)blockIdx.x * WARPS;
-    const int lane = threadIdx.x % 32;
     const Row own = row_of(first + threadIdx.x / 32);
-    if (own.count <= 32) {
-        const int number = lane < own.count ? own.perm[lane] : 0;
-        int place = 0;
-        for (int k = 0; k < own.count; ++k) place += __shfl_sync(FULL_MASK, number, k) < number;
-        if (lane < own.count) {
-            own.perm[place] = number;
-            own.col[place] = end_of(own, number);
-        }
-    }
+    if (own.count <= 32) sort_by_warp<1>(own, num_edges);
+    else if (own.count <= 64) sort_by_warp<2>(own, num_edges);
+    else if (own.count <= WARP_ROW) sort_by_warp<WARP_ROW / 32>(own, num_edges);
     for (int k = 0; k < WARPS; ++k) {
         const Row row = row_of(first + k);
-        if (row.count <= 32) continue;
+        if (row.count <= WARP_ROW) continue;
         if (row.count > LONG_ROW) report[LONG_ROW_REPORT] = 1;
         sort_by_block(row.perm, row.count);
-        for (int i = threadIdx.x; i < row.count; i += blockDim.x) row.col[i] = end_of(row, row.perm[i]);
+        for (int i = threadIdx.x; i < row.count; i += blockDim.x) row.col[i] = end_of(row, row.perm[i], num_edges);
     }
 }

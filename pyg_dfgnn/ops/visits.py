@@ -9,11 +9,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pyg_dfgnn.graph.unmeasured import MEASURED_EDGES, VISITS
+from pyg_dfgnn.graph.unmeasured import VISITS
 from pyg_dfgnn.ops.graph import may_run_again
 from pyg_dfgnn.settings import current
 
 _MOST_TENSORS = 64
+_MANY_EDGES = 1 << 20
+"""Edges of which none are new: kernels take less time than PyG's code at once."""
 _FEW_NUMBERS = 1 << 20
 MEASURED_NUMBERS = 100_000_000
 """Numbers that PyG writes for all edges from which its kernels take longer than the host, and new edges are sorted."""
@@ -126,7 +128,7 @@ def is_new_tensor(layer: torch.nn.Module, edges: Tensor, kind: str = "", turn: i
     if edges.dim() == 0 or not may_be_few(edges):
         return False
     count = edges.size(-1)
-    if count >= MEASURED_EDGES:
+    if count >= _MANY_EDGES:
         return False
     # PyG's convs reduce by a row of `edge_index`, which is a new view in every call.
     base = edges._base

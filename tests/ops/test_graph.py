@@ -21,6 +21,11 @@ def no_reports():
     reports("cpu").values.zero_()
 
 
+LENGTHS = torch.tensor([1, 31, 32, 33, 63, 64, 65, 0, 96, 127, 128, 129, 140])
+ROWS = torch.arange(len(LENGTHS)).repeat_interleave(LENGTHS)[
+    torch.randperm(int(LENGTHS.sum()), generator=torch.Generator().manual_seed(0))
+]
+
 GRAPHS = {
     "plain": (random_edges(40, 40, 300), 40, 40),
     "no edges": (random_edges(7, 3, 0), 7, 3),
@@ -28,7 +33,7 @@ GRAPHS = {
     "bipartite": (random_edges(60, 9, 400), 60, 9),
     "isolated": (random_edges(5, 5, 20), 90, 90),
     "int32": (random_edges(30, 30, 200, dtype=torch.int32), 30, 30),
-    "rows of a warp and one more": (torch.stack([torch.arange(65), torch.arange(65) % 2 * 0]), 65, 2),
+    "rows of all lengths": (torch.stack([torch.arange(LENGTHS.sum()) % 150, ROWS]), 150, len(LENGTHS)),
     "hub": (torch.stack([torch.arange(1500).flip(0), torch.zeros(1500, dtype=torch.int64)]), 1500, 3),
     "strided": (random_edges(30, 30, 200).t().contiguous().t(), 30, 30),
 }
@@ -83,7 +88,7 @@ def test_after_a_long_row_new_graphs_are_measured():
 
 
 def test_large_graphs_are_measured_at_once():
-    edge_index = torch.zeros(2, MEASURED_EDGES, dtype=torch.int64)
+    edge_index = torch.zeros(2, 1, dtype=torch.int64).expand(2, MEASURED_EDGES)
     with emulated_device():
         assert unmeasured_graph(LAYER, edge_index, 3, 3, False, False) is None
         assert unmeasured_graph(LAYER, edge_index[:, :1].clone(), 3, MEASURED_EDGES, False, False) is None
