@@ -14,7 +14,6 @@ import pyg_dfgnn
 from pyg_dfgnn.errors import IdRangeError
 from pyg_dfgnn.graph import Graph
 from pyg_dfgnn.nn.conv import aggregation
-from pyg_dfgnn.ops import visits
 from pyg_dfgnn.reference.tolerances import assert_all_close, elementwise, relative_error
 from pyg_dfgnn.settings import Settings
 from tests.emu import needs_compiler
@@ -139,8 +138,8 @@ def test_convs_compile_whole_under_a_default_device(name):
 @pytest.mark.parametrize("name", CONVS)
 def test_convs_on_edges_that_are_new_in_each_step_on_a_gpu(name, is_left, monkeypatch):
     if not is_left:
-        monkeypatch.setattr(aggregation, "_FEW_EDGES", 0)
-        monkeypatch.setattr(visits, "MEASURED_NUMBERS", 0)
+        monkeypatch.setattr(aggregation, "_NEW_NUMBERS", 0)
+        monkeypatch.setattr(aggregation, "_KNOWN_NUMBERS", 0)
     compare(name, "cuda", torch.enable_grad, is_left)
 
 

@@ -26,7 +26,13 @@ from pyg_dfgnn.statements.segment import AVERAGES, STATS
 
 _BY_TORCH = ("sum",), ("mean",), ("max",)
 """Statistics of an aggregation that few operators of torch compute."""
-_FEW_EDGES = visits.MEASURED_NUMBERS // 1024
+_SUMS = ("sum", "add", "mean")
+_FEW_OPERATORS = ("copy", "relu_add")
+"""Messages that few operators of torch make."""
+_NEW_NUMBERS = 40_000_000
+"""Numbers in rows of new edges below which PyG's code sums them in less time than the edges take to be sorted too."""
+_KNOWN_NUMBERS = 1 << 25
+"""Numbers in rows of edges below which PyG's code sums them in less time than the host takes for kernels."""
 ProblemFields = tuple[str, tuple[str, ...], int, bool, int]
 """The message, statistics, channels, whether nodes have scales, and numbers per edge that a linear layer maps."""
 
@@ -113,7 +119,7 @@ class AggregationConv(FusedConv):
     _takes_new = False
     """Whether kernels take new and few edges in less time than PyG's code, the time to sort them included."""
     _writes = 1
-    """Tensors with a row of that width per edge that PyG's code makes."""
+    """Times that PyG's code takes for a row of that width per edge, in those of a sum."""
     project = False
     """Whether a linear layer and a ReLU come before the aggregation: an attribute of PyG's SAGEConv."""
     _makes_edges = False
@@ -213,30 +219,30 @@ class AggregationConv(FusedConv):
             return False
         if torch.compiler.is_compiling():
             # What is new is not known then, and torch.compile fuses what PyG launches.
-            return visits.may_be_few(edge_index) and self._is_below(x, edge_index)
+            return visits.may_be_few(edge_index) and self._is_below(x, edge_index, visits.MEASURED_NUMBERS)
         if visits.is_last(self, edge_index):
-            return self._is_below(x, edge_index)
-        if edge is None:
-            kind = type(self), self.aggr, _width(x)
-            if visits.is_known_few(edge_index, kind):
-                return True
-            if self._is_few(x, edge_index):
-                visits.know_few(edge_index, kind)
-                return True
-        return visits.is_new(self, edge_index) and self._is_below(x, edge_index)
+            return self._is_below(x, edge_index, _NEW_NUMBERS)
+        kind = type(self), self.aggr, _width(x), edge is None
+        if visits.is_known_few(edge_index, kind):
+            return True
+        if self._is_few(x, edge_index, edge):
+            visits.know_few(edge_index, kind)
+            return True
+        return visits.is_new(self, edge_index) and self._is_below(x, edge_index, _NEW_NUMBERS)
 
-    def _is_below(self, x: Any, edge_index: Tensor) -> bool:
-        """Return whether PyG's code writes fewer numbers for new edges than measuring them is worth."""
-        count = edge_index.size(-1) * self._writes
-        return count < _FEW_EDGES or count * _width(x) < visits.MEASURED_NUMBERS
+    def _is_below(self, x: Any, edge_index: Tensor, numbers: int) -> bool:
+        """Return whether PyG's code takes new edges in less time than kernels, the time to sort them included."""
+        width = _width(x) if self._channels is None else getattr(self, self._channels)
+        writes = self._writes if self.aggr in _SUMS else max(self._writes, 2)
+        return edge_index.size(-1) * writes * width < numbers
 
-    def _is_few(self, x: Any, edge_index: Any) -> bool:
+    def _is_few(self, x: Any, edge_index: Any, edge: Tensor | None) -> bool:
         """Return whether a call is a sum of so few features that PyG's code takes it in less time."""
-        if self._message != "copy" or self._makes_edges:
+        if self._message not in _FEW_OPERATORS or self._makes_edges or (edge is not None and self._message == "copy"):
             return False
         if statistics_of(self._modules["aggr_module"]) != ("sum",):
             return False
-        return visits.may_be_left(edge_index) and visits.is_few(edge_index.size(-1) * _width(x))
+        return visits.may_be_left(edge_index) and edge_index.size(-1) * _width(x) < _KNOWN_NUMBERS
 
     def _reduced(self, x: Any, edge_index: Any, size: Any = None, **edges: OptTensor) -> tuple[Any, bool]:
         """Return the messages of a call, reduced, or PyG's output of it where neither kernels nor few operators run.
@@ -286,8 +292,8 @@ class AggregationConv(FusedConv):
         if self._takes_new or not description.fused:
             return description
         arguments = inspect.signature(self.forward).bind(*args, **kwargs).arguments
-        has_edges = any(arguments.get(name) is not None for name in ("edge_attr", "edge_weight"))
-        if has_edges or not self._is_few(arguments["x"], arguments["edge_index"]):
+        edge = next((arguments[name] for name in ("edge_attr", "edge_weight") if name in arguments), None)
+        if not self._is_few(arguments["x"], arguments["edge_index"], edge):
             return description
         return Description(description.layer, (SMALL,), description.problem)
 

@@ -52,7 +52,6 @@ class GINEConv(AggregationConv, conv.GINEConv):
     propagate_type = {"x": OptPairTensor, "edge_attr": OptTensor}
     _upstream_methods = methods_of(conv.GINEConv)
     _message = "relu_add"
-    _writes = 3
 
     def _problem_fields(self, x: Any = None, edge: Tensor | None = None) -> ProblemFields:
         message, names, channels, *_ = super()._problem_fields(x, edge)

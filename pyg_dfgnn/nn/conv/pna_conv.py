@@ -42,7 +42,7 @@ class PNAConv(AggregationConv, conv.PNAConv):
     _node_dim = 0
     _is_projected = True
     # Both ends side by side, their product, and what the statistics make of it.
-    _writes = 16
+    _writes = 6
 
     def _problem_fields(self, x: Any = None, edge: Tensor | None = None, *_: Any) -> ProblemFields:
         message = "copy" if self.edge_dim is None else "add"

@@ -23,7 +23,7 @@ class ResGatedGraphConv(AggregationConv, conv.ResGatedGraphConv):
     propagate_type = {"k": Tensor, "q": Tensor, "v": Tensor, "edge_attr": OptTensor}
     _upstream_methods = methods_of(conv.ResGatedGraphConv)
     _message = "gate"
-    _writes = 6
+    _writes = 3
     _is_projected = True
     _channels = "out_channels"
     _fused_statistics = frozenset({"sum", "mean"})
