@@ -154,9 +154,9 @@ class Backend:
     def _compress(self, batch: Data) -> None:
         """Make the graph without self-loops, which layers that store some add to it, by target and by source.
 
-        A captured step does so itself with the batches that it takes.
+        Layers do so themselves with the batches that they take.
         """
-        if not (self.cuda_graph and isinstance(batch, Batch)):
+        if not isinstance(batch, Batch):
             Graph.of(batch.edge_index, batch.num_nodes).csc  # noqa: B018
 
 
