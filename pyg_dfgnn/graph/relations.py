@@ -43,12 +43,14 @@ class CompactRows(NamedTuple):
         node: Node of each pair, int32 [P], ascending within a relation.
         rowptr: Range of the pairs of each relation, int32 [R + 1].
         of_edge: Pair of each edge in the input order, int32 [E].
+        ends: Numbers of `rowptr` on the host.
     """
 
     edges: Adjacency
     node: Tensor
     rowptr: Tensor
     of_edge: Tensor
+    ends: list[int]
 
     @property
     def relation(self) -> Tensor:
@@ -110,9 +112,9 @@ def _compact(graph: Graph, edge_type: Tensor, rows: str) -> CompactRows:
         pair_node[pair.long()] = node[span]
         degree.index_add_(0, pair, one.expand(pair.numel()))
     rowptr, relation_pairs = from_degree(degree), after.index_select(0, relation_ptr)
-    ends = take(by_node.col, order)
-    edges = Adjacency(rowptr, ends, perm, by_node.num_cols, pull(longest(rowptr))[0], rows, other)
-    return CompactRows(edges, pair_node, relation_pairs, of_edge)
+    most, *ends = torch.cat([longest(rowptr).view(1), relation_pairs]).tolist()
+    edges = Adjacency(rowptr, take(by_node.col, order), perm, by_node.num_cols, most, rows, other)
+    return CompactRows(edges, pair_node, relation_pairs, of_edge, ends)
 
 
 def _edges_of(rows: str) -> Callable[[Graph], Adjacency]:

@@ -6,10 +6,11 @@ from collections.abc import Hashable
 from dataclasses import dataclass
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from pyg_dfgnn.graph.adjacency import from_degree, numbers, order_rows, pull, rows_at
+from pyg_dfgnn.graph.adjacency import order_rows, push
 from pyg_dfgnn.graph.derived import Derived
 from pyg_dfgnn.graph.graph import Graph
 from pyg_dfgnn.graph.relations import compact_rows
@@ -57,6 +58,7 @@ class RowItems:
 def pairs_by_relation(graph: Graph, rows: str) -> TypedRows:
     """Return the compact rows "source_relations" or "target_relations" of a graph, by relation."""
     compact = compact_rows(graph, rows)
+    graph.derived(_ends(rows), lambda: compact.ends)
     return TypedRows(graph, rows, compact.rowptr, compact.node.numel())
 
 
@@ -68,7 +70,9 @@ def one_type(graph: Derived, num_rows: int) -> TypedRows:
         type_ptr[1:].fill_(num_rows)
         return type_ptr
 
-    return TypedRows(graph, ("one_type", num_rows), graph.derived(("one_type", num_rows), build), num_rows)
+    name = "one_type", num_rows
+    graph.derived(_ends(name), lambda: [0, num_rows])
+    return TypedRows(graph, name, graph.derived(name, build), num_rows)
 
 
 def sorted_by_type(holder: Derived, name: Hashable, type_of: Tensor, num_types: int) -> tuple[TypedRows, Tensor]:
@@ -93,7 +97,9 @@ def sorted_by_type(holder: Derived, name: Hashable, type_of: Tensor, num_types: 
 
 
 def row_items(rows: TypedRows, length: int, every_type: bool) -> RowItems:
-    """Return typed rows in items of at most `length` rows, built on first use with two host syncs.
+    """Return typed rows in items of at most `length` rows, built on first use.
+
+    There is a host sync where the ranges of the types are on the device alone.
 
     Args:
         rows: The rows.
@@ -108,24 +114,29 @@ def row_items(rows: TypedRows, length: int, every_type: bool) -> RowItems:
 
 
 def _build(rows: TypedRows, length: int, every_type: bool) -> RowItems:
-    type_ptr, num_rows = rows.type_ptr, rows.num_rows
-    lengths = type_ptr.diff()
-    count = (lengths + (length - 1)).div(length, rounding_mode="floor")
-    count = count.clamp_(min=1) if every_type else count
-    is_split = count > 1
-    ptr, places = from_degree(count), from_degree(count * is_split)
-    num_items, num_places, first, last, descends = pull(
-        ptr[-1], places[-1], type_ptr[0], type_ptr[-1], (lengths < 0).any()
-    )
-    if first != 0 or last != num_rows or descends:
-        raise ValueError(f"'type_ptr' needs to ascend from 0 to {num_rows} (got {type_ptr.tolist()})")
-    item = numbers(slice(0, num_items), type_ptr)
-    type_of = rows_at(ptr, item)
-    order = item - ptr[type_of]
-    begin = type_ptr[type_of] + order * length
-    end = torch.minimum(begin + length, type_ptr[type_of + 1])
-    place = torch.where(is_split[type_of], places[type_of] + order, -1).to(torch.int32)
-    split_types = is_split.nonzero().flatten()
-    split_ptr = torch.cat([places[split_types], places[-1:]])
-    items = torch.stack([type_of, begin, end, place], 1)
-    return RowItems(items, split_types.to(torch.int32), split_ptr, num_places)
+    listed = rows.holder.derived(_ends(rows.name), rows.type_ptr.tolist)
+    # On arrays as short as these, torch takes several times as long, and a GPU would be waited for.
+    ends = np.array(listed, dtype=np.int64)
+    lengths = np.diff(ends)
+    if ends[0] != 0 or ends[-1] != rows.num_rows or (lengths < 0).any():
+        raise ValueError(f"'type_ptr' needs to ascend from 0 to {rows.num_rows} (got {listed})")
+    count = -(-lengths // length)
+    count = count.clip(min=1) if every_type else count
+    split = np.flatnonzero(count > 1)
+    of_split = np.where(count > 1, count, 0)
+    first, places = np.cumsum(count) - count, np.cumsum(of_split) - of_split
+    type_of = np.arange(len(count)).repeat(count)
+    order = np.arange(len(type_of)) - first[type_of]
+    begin = ends[type_of] + order * length
+    end = np.minimum(begin + length, ends[type_of + 1])
+    place = np.where(count[type_of] > 1, places[type_of] + order, -1)
+    num_places = int(of_split.sum())
+    parts = np.stack([type_of, begin, end, place], 1).ravel(), split, places[split], [num_places]
+    joined = push(torch.from_numpy(np.concatenate(parts).astype(np.int32)), rows.holder.device)
+    items, split_types, split_ptr = joined.split([4 * len(type_of), len(split), len(split) + 1])
+    return RowItems(items.view(-1, 4), split_types, split_ptr, num_places)
+
+
+def _ends(name: Hashable) -> tuple[Hashable, ...]:
+    """Return where a holder keeps the ranges of types on the host."""
+    return "ends", name

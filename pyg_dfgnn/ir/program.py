@@ -98,6 +98,18 @@ class Program:
     outputs: tuple[tuple[str, int], ...]
 
     @cached_property
+    def _hash(self) -> int:
+        return hash((self.name, self.values, self.outputs))
+
+    def __hash__(self) -> int:
+        # Programs are keys of what was made of them, for each graph anew.
+        return self._hash
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # Another process has other hashes.
+        return Program, (self.name, self.values, self.outputs)
+
+    @cached_property
     def inputs(self) -> dict[str, int]:
         """Name -> id of the inputs."""
         return {value.attrs[0]: i for i, value in enumerate(self.values) if value.op == "input"}

@@ -229,7 +229,7 @@ def leaky_relu(x: Var, slope: float = 0.01) -> Var:
 
 
 class Relational:
-    """A function on rows of domains, traced anew for each set of row shapes.
+    """A function on rows of domains, traced once for each set of row shapes.
 
     Args:
         function: Its arguments are annotated with domains, those with the default None may be left out; it returns a
@@ -244,6 +244,7 @@ class Relational:
         self.__module__, self.__qualname__ = function.__module__, function.__qualname__
         self.domains: dict[str, Domain] = {}
         self._needed: set[str] = set()
+        self._programs: dict[tuple[tuple[str, Shape], ...], Program] = {}
         for name, parameter in inspect.signature(function, eval_str=True).parameters.items():
             if not isinstance(parameter.annotation, Domain):
                 raise TypeError(f"'{name}' needs a domain as annotation (got {parameter.annotation!r})")
@@ -271,6 +272,16 @@ class Relational:
         """
         if not self.takes(shapes.keys()):
             raise TypeError(f"'shapes' needs {', '.join(self.domains)} (got {', '.join(shapes) or 'none'})")
+        if not all(type(size) is int for shape in shapes.values() for size in shape):
+            # A size that torch.compile does not know.
+            return self._trace(shapes)
+        key = tuple(shapes.items())
+        known = self._programs.get(key)
+        if known is None:
+            known = self._programs[key] = self._trace(shapes)
+        return known
+
+    def _trace(self, shapes: Mapping[str, Shape]) -> Program:
         builder = Builder()
         args = {
             name: Var(builder, builder.input(name, domain, shapes[name]))

@@ -108,6 +108,11 @@ def described() -> Iterator[None]:
         _description.is_made = before
 
 
+def is_described() -> bool:
+    """Return whether every reason is asked for, and not only whether there is one."""
+    return _description.is_made
+
+
 def lacks_kernels(x: Tensor) -> bool:
     """Return whether a call is PyG's because of the device of its features, whatever else may be against it."""
     if x.device.type in fused_device_types or _description.is_made:

@@ -14,7 +14,7 @@ from pyg_dfgnn.graph.ends import Part
 from pyg_dfgnn.nn import conv_call
 from pyg_dfgnn.nn.conv.aggregation import AggregationConv, MessageInputs, ProblemFields, is_matrix
 from pyg_dfgnn.nn.conv_call import ConvCall
-from pyg_dfgnn.nn.gate import NO_MATRIX, statistics_of
+from pyg_dfgnn.nn.gate import NO_MATRIX, is_described, statistics_of
 from pyg_dfgnn.ops.segment import aggregate, inverse_root_degree, symmetric_norm
 from pyg_dfgnn.ops.visits import is_compiled_few, is_new
 
@@ -75,6 +75,8 @@ class NormalizedConv(AggregationConv):
         # With a cache the first edges are those of all calls.
         if self.normalize and edge_weight is not None and not self._takes_cache and is_new(self, edge_index):
             against.append(SMALL)
+            if not is_described():
+                return ConvCall(against, (), edge_index, form)
         # Each hop is a call of ours, where torch.compile joins what PyG launches.
         is_few = form == "tensor" and x is not None and is_compiled_few(edge_index, x.size(1))
         if getattr(self, "K", 1) > 1 and not loops and is_few:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -115,7 +116,9 @@ class Prepared:
         return dict(zip(self.outputs, results))
 
 
-def _gradients_of(whole: Program, wrt: Sequence[str]) -> Program:
+# Batches of a kind have the same program.
+@lru_cache(256)
+def _gradients_of(whole: Program, wrt: tuple[str, ...]) -> Program:
     """Return the part of a differentiated program that gives the gradients in `wrt`."""
     outputs = dict(whole.outputs)
     # Names that no program has whose gradients are these.
