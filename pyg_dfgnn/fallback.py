@@ -11,6 +11,8 @@ from pyg_dfgnn.settings import current
 
 SMALL = "the edges are few, and new or read by few operators: PyG's code takes them in less time"
 NO_DEVICE = "the tensors are not on a CUDA device"
+CPU = (NO_DEVICE,)
+"""Reasons where nothing but the device is against kernels."""
 ON_CPU = "PyG's own code runs where the tensors are on a CPU; the fused kernels need a CUDA device"
 
 logger = logging.getLogger("pyg_dfgnn")
@@ -56,8 +58,9 @@ def report_fallback(name: str, reasons: Sequence[str]) -> None:
     """
     fallback = current().fallback
     # What torch.compile traces must not depend on what has been logged.
-    if fallback == "log" and len(reasons) == 1 and not torch.compiler.is_compiling() and (name, reasons[0]) in logged:
-        return
+    if fallback == "log" and len(reasons) == 1 and not torch.compiler.is_compiling():
+        if (("", ON_CPU) if reasons[0] is NO_DEVICE else (name, reasons[0])) in logged:
+            return
     reasons = [reason for reason in reasons if reason is not SMALL]
     if fallback == "error":
         fatal = [reason for reason in reasons if reason != NO_DEVICE or torch.cuda.is_available()]

@@ -120,6 +120,11 @@ def lacks_kernels(x: Tensor) -> bool:
     return current().fallback != "error"
 
 
+def edges_lack_kernels(edge_index: Any) -> bool:
+    """Return whether edges in a tensor are on a device without kernels, so that nothing else has to be asked."""
+    return type(edge_index) is Tensor and not torch.compiler.is_compiling() and lacks_kernels(edge_index)
+
+
 # Marked constant: torch.compile runs these functions while it traces and leaves nothing of them in the graph.
 @torch.compiler.assume_constant_result
 def kernel_reasons(conv_type: Any, *fields: Any) -> tuple[str, ...]:
@@ -543,8 +548,10 @@ class FusedConv(Scripted, MessagePassing):
             kwargs: Further ones.
         """
         report_fallback(type(self).__name__, call.reasons)
-        edge_index = call.edge_index
-        if call.form == "tensor" and may_be_few(edge_index) and edge_index.numel() < _FEW_IDS:
+        edge_index, is_left = call.edge_index, False
+        if call.form == "tensor":
+            is_left = call.reasons[0] is NO_DEVICE or (may_be_few(edge_index) and edge_index.numel() < _FEW_IDS)
+        if is_left:
             return run_left(super().forward, x, *before, edge_index, *args, **kwargs)
         if call.form == "Graph":
             if "size" in kwargs and not isinstance(x, Tensor):

@@ -19,7 +19,7 @@ from torch import Tensor
 from pyg_dfgnn.dispatch.core import fused_device_types
 from pyg_dfgnn.dispatch.traversal import storage_reasons
 from pyg_dfgnn.errors import IdRangeError, StaleError, UnsupportedError
-from pyg_dfgnn.fallback import NO_DEVICE, SMALL, report_fallback
+from pyg_dfgnn.fallback import CPU, NO_DEVICE, SMALL, report_fallback
 from pyg_dfgnn.frontend import Compiler, Region, captured
 from pyg_dfgnn.graph import Graph
 from pyg_dfgnn.ir.domains import E
@@ -28,7 +28,7 @@ from pyg_dfgnn.ir.lowering import Lowered, lower
 from pyg_dfgnn.ir.program import Program
 from pyg_dfgnn.ir.register_layout import LoweringError
 from pyg_dfgnn.nn.conv_call import edges_in_flow
-from pyg_dfgnn.nn.gate import hooks_of
+from pyg_dfgnn.nn.gate import hooks_of, lacks_kernels
 from pyg_dfgnn.nn.registry import MARK, Description, copied, shown
 from pyg_dfgnn.ops.eager import intercepts_functions, is_eager
 from pyg_dfgnn.ops.graph import may_run_again
@@ -171,7 +171,10 @@ class Mark:
         if not current().compile_messages or step.is_refilled:
             return own(layer, *args, **kwargs)
         count = edges.size(1) if edges is not None and may_be_few(edges) else None
-        if count is not None and (count <= self.few or is_new_tensor(layer, edges)):  # type: ignore[arg-type]
+        is_left = edges is not None and not edges.is_cuda and backend().devices is not None and lacks_kernels(edges)
+        if is_left:
+            report_fallback(self.kind.__name__, CPU)
+        if is_left or (count is not None and (count <= self.few or is_new_tensor(layer, edges))):  # type: ignore[arg-type]
             # As `run_left` does: each function that a call enters costs the host.
             before, step.is_left = step.is_left, True
             try:

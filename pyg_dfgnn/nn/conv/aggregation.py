@@ -12,12 +12,12 @@ from torch_geometric.utils import scatter
 from pyg_dfgnn.dispatch.core import explain
 from pyg_dfgnn.dispatch.segment import FAMILY, SegmentProblem, max_channels, unsupported_reasons
 from pyg_dfgnn.errors import check_shape
-from pyg_dfgnn.fallback import SMALL
+from pyg_dfgnn.fallback import CPU, SMALL, report_fallback
 from pyg_dfgnn.graph import EdgeSet, Graph
 from pyg_dfgnn.graph.ends import Part, PartitionedEdges
 from pyg_dfgnn.nn import conv_call
 from pyg_dfgnn.nn.conv_call import ConvCall
-from pyg_dfgnn.nn.gate import FusedConv, finalize_dtype, is_multiple, only_reduces, statistics_of
+from pyg_dfgnn.nn.gate import FusedConv, finalize_dtype, is_multiple, lacks_kernels, only_reduces, statistics_of
 from pyg_dfgnn.nn.registry import Description
 from pyg_dfgnn.ops import visits
 from pyg_dfgnn.ops.eager import PLAIN
@@ -220,6 +220,9 @@ class AggregationConv(FusedConv):
         if torch.compiler.is_compiling():
             # What is new is not known then, and torch.compile fuses what PyG launches.
             return visits.may_be_few(edge_index) and self._is_below(x, edge_index, visits.MEASURED_NUMBERS)
+        if lacks_kernels(edge_index):
+            report_fallback(type(self).__name__, CPU)
+            return True
         if visits.is_last(self, edge_index):
             return self._is_below(x, edge_index, _NEW_NUMBERS)
         kind = type(self), self.aggr, _width(x), edge is None

@@ -7,14 +7,14 @@ from torch import Tensor
 from torch_geometric.nn.conv.gcn_conv import gcn_norm
 from torch_geometric.typing import Adj, OptTensor
 
-from pyg_dfgnn.fallback import SMALL
+from pyg_dfgnn.fallback import NO_DEVICE, SMALL
 from pyg_dfgnn.graph import EdgeSet, Graph
 from pyg_dfgnn.graph.derived import version_of
 from pyg_dfgnn.graph.ends import Part
 from pyg_dfgnn.nn import conv_call
 from pyg_dfgnn.nn.conv.aggregation import AggregationConv, MessageInputs, ProblemFields, is_matrix
 from pyg_dfgnn.nn.conv_call import ConvCall
-from pyg_dfgnn.nn.gate import NO_MATRIX, is_described, statistics_of
+from pyg_dfgnn.nn.gate import NO_MATRIX, edges_lack_kernels, is_described, statistics_of
 from pyg_dfgnn.ops.segment import aggregate, inverse_root_degree, symmetric_norm
 from pyg_dfgnn.ops.visits import is_compiled_few, is_new
 
@@ -58,6 +58,8 @@ class NormalizedConv(AggregationConv):
 
     def _ask_normalized(self, x: Any, edge_index: Any, edge_weight: Tensor | None, *reasons: str) -> ConvCall:
         """Ask the gate about a call whose edges are to be normalised, if the conv does so."""
+        if edges_lack_kernels(edge_index):
+            return ConvCall([NO_DEVICE], (), edge_index, "tensor")
         against, loops = list(reasons), self.normalize and self.add_self_loops
         form = conv_call.form_of(edge_index)
         if isinstance(x, Tensor) and x.dim() != 2:

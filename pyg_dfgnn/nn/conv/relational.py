@@ -8,12 +8,13 @@ import torch
 from torch import Tensor
 from torch_geometric.typing import Adj, OptTensor
 
+from pyg_dfgnn.fallback import NO_DEVICE
 from pyg_dfgnn.graph import Graph
 from pyg_dfgnn.ir.layers import Layer
 from pyg_dfgnn.nn import conv_call
 from pyg_dfgnn.nn.conv.aggregation import is_matrix, values_of
 from pyg_dfgnn.nn.conv_call import ConvCall
-from pyg_dfgnn.nn.gate import FusedConv, is_multiple
+from pyg_dfgnn.nn.gate import FusedConv, edges_lack_kernels, is_multiple
 from pyg_dfgnn.nn.relational_program import RelationalProblem, dtype_reasons, explain, reasons_of_problem, run
 from pyg_dfgnn.ops.relational import RowSet, index_space_of
 
@@ -75,6 +76,8 @@ class RelationalConv(FusedConv):
         Returns:
             The call, with its reasons.
         """
+        if edges_lack_kernels(edge_index):
+            return ConvCall([NO_DEVICE], (), edge_index, "tensor", edge_type=edge_type)
         against = [*reasons, *self._parameter_reasons(nodes[0], weight)]
         form = conv_call.form_of(edge_index)
         if form in conv_call.FORMS and form not in self._forms:
