@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from pyg_dfgnn.graph.adjacency import order_rows, push
+from pyg_dfgnn.graph.adjacency import order_rows, outside_capture, push
 from pyg_dfgnn.graph.derived import Derived
 from pyg_dfgnn.graph.graph import Graph
 from pyg_dfgnn.graph.relations import compact_rows
@@ -132,7 +132,7 @@ def _build(rows: TypedRows, length: int, every_type: bool) -> RowItems:
     place = np.where(count[type_of] > 1, places[type_of] + order, -1)
     num_places = int(of_split.sum())
     parts = np.stack([type_of, begin, end, place], 1).ravel(), split, places[split], [num_places]
-    joined = push(torch.from_numpy(np.concatenate(parts).astype(np.int32)), rows.holder.device)
+    joined = outside_capture(push(torch.from_numpy(np.concatenate(parts).astype(np.int32)), rows.holder.device))
     items, split_types, split_ptr = joined.split([4 * len(type_of), len(split), len(split) + 1])
     return RowItems(items.view(-1, 4), split_types, split_ptr, num_places)
 

@@ -12,7 +12,7 @@ from torch.utils.weak import TensorWeakRef
 
 from pyg_dfgnn.graph.graph import Graph
 
-MEASURED_EDGES = 1 << 24
+MEASURED_EDGES = 1 << 23
 """Edges or nodes from which a graph is measured at its first call: the wait for the device is short beside the call."""
 VISITS = 2
 """Calls of the first layer that the graph was given to, after which its next one measures the graph."""
