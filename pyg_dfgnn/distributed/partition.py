@@ -128,6 +128,17 @@ class PartitionedGraph:
         return halo / max(sources, 1)
 
     @property
+    def compiles_alike(self) -> bool:
+        """Whether captured code is the same on all processes: for sizes of 0 and 1 it is other code.
+
+        Every process of the group must ask first.
+        """
+        if "compiles_alike" not in self.kept:
+            least = min(self.num_nodes, self.num_own_sources, self.edge_index.size(1))
+            self.kept["compiles_alike"] = min(self.group.counts(least)) > 1
+        return bool(self.kept["compiles_alike"])
+
+    @property
     def edges(self) -> Tensor:
         """The own edges as a tensor with which any conv runs; see :class:`pyg_dfgnn.graph.ends.PartitionedEdges`."""
         return self.edge_index if self.group.size == 1 else PartitionedEdges.of(self.edge_index, self)

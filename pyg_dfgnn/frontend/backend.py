@@ -18,6 +18,7 @@ from pyg_dfgnn.frontend.functional import memory_of, name_of, value_of
 from pyg_dfgnn.frontend.importer import WIDE, Draft, expression_of, line_of
 from pyg_dfgnn.frontend.regions import Partition
 from pyg_dfgnn.frontend.run import Place, Region
+from pyg_dfgnn.graph.ends import PartitionedEdges
 from pyg_dfgnn.ir.domains import One
 from pyg_dfgnn.ir.torch_front import TraceError, tidy
 
@@ -56,15 +57,18 @@ class Compiler:
 
     Args:
         name: What the graphs are of, in what users are told.
+        on_parts: Whether they are called with edges of parts of graphs, which TorchDynamo is to see as plain tensors.
 
     Attributes:
+        edges: Edges of a part in the call, which the graph gets in the place of the plain ones.
         graphs: What became of the graphs.
         layer: The layer that is being called.
         turn: Number of its call.
     """
 
-    def __init__(self, name: str) -> None:
-        self.name = name
+    def __init__(self, name: str, on_parts: bool = False) -> None:
+        self.name, self.on_parts = name, on_parts
+        self.edges: PartitionedEdges | None = None
         self.graphs: list[Captured] = []
         self.layer: Module | None = None
         self.turn = 0
@@ -72,7 +76,7 @@ class Compiler:
     def __call__(self, module: GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
         """Return what runs a graph."""
         try:
-            captured, module = compiled(module, self.name)
+            captured, module = compiled(module, self.name, derives=not self.on_parts)
         except Exception as error:
             # A user's layer runs as it would have without us.
             _logger.warning("a captured graph of %s stays PyTorch's (%s: %s)", self.name, type(error).__name__, error)
@@ -83,7 +87,15 @@ class Compiler:
         self.graphs.append(captured)
         for watcher in watchers:
             watcher(captured)
-        return module.forward
+        return self._with_edges(module.forward) if self.on_parts else module.forward
+
+    def _with_edges(self, run: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any) -> Any:
+            assert self.edges is not None
+            plain = self.edges.part.edge_index
+            return run(*(self.edges if each is plain else each for each in args))
+
+        return call
 
 
 MakeRegion = Callable[[Region], Callable[..., Any]]

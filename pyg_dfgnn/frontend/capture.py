@@ -47,13 +47,14 @@ class _Configured:
     Args:
         callback: TorchDynamo's own.
         compiler: The backend, which knows the layer that is being called.
+        whole: Whether code that is no one graph is an error.
 
     Attributes:
         errors: How often the capture of a function has failed.
     """
 
-    def __init__(self, callback: Any, compiler: Compiler) -> None:
-        self.callback, self.compiler = callback, compiler
+    def __init__(self, callback: Any, compiler: Compiler, whole: bool) -> None:
+        self.callback, self.compiler, self.whole = callback, compiler, whole
         self.errors: Counter[CodeType] = Counter()
         # By this name Dynamo finds the backend behind a callback, whose cache a call looks in.
         self._torchdynamo_orig_backend = callback
@@ -69,6 +70,8 @@ class _Configured:
             except ResumePrologueTracingError:
                 raise
             except Exception as error:
+                if self.whole:
+                    raise
                 # Wrong arguments fail here before they do in the user's code, which may be called with right ones next.
                 self.errors[frame.f_code] += 1
                 _logger.info("no graph of %s (%s: %s)", frame.f_code.co_name, type(error).__name__, error)
@@ -86,18 +89,19 @@ class _Configured:
         return getattr(self.callback, name)
 
 
-def captured(function: Any, compiler: Compiler) -> Callable[..., Any]:
+def captured(function: Any, compiler: Compiler, whole: bool = False) -> Callable[..., Any]:
     """Return a function whose graphs are compiled by a backend of its own.
 
     Args:
         function: The function, written in Python.
         compiler: The backend.
+        whole: Whether a function that is no one graph raises TorchDynamo's error, before any of it has run.
     """
     # Dynamo keeps at most 8 graphs for one code object.
     code = function.__code__.replace()
     own = FunctionType(code, function.__globals__, function.__name__, function.__defaults__, function.__closure__)
     own.__kwdefaults__ = function.__kwdefaults__
-    context: Any = optimize(backend=compiler)
-    context.callback = _Configured(context.callback, compiler)
+    context: Any = optimize(backend=compiler, nopython=whole)
+    context.callback = _Configured(context.callback, compiler, whole)
     compiled: Callable[..., Any] = context(own)
     return compiled

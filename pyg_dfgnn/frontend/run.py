@@ -3,20 +3,35 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from pyg_dfgnn.fallback import NO_DEVICE, SMALL, report_fallback
+from pyg_dfgnn.graph.ends import PartitionedEdges
 from pyg_dfgnn.graph.equal_edges import Seen, graph_of
-from pyg_dfgnn.ir.program import SEED, Program
+from pyg_dfgnn.ir.domains import D, E, S, Ts, U, V
+from pyg_dfgnn.ir.interpreter import interpret
+from pyg_dfgnn.ir.program import RANGED, SEED, Program
 from pyg_dfgnn.ops.core import draw_seed
 from pyg_dfgnn.ops.relational.backend import backend, is_small
 from pyg_dfgnn.ops.relational.program import index_space_of
 from pyg_dfgnn.ops.visits import is_new_tensor, may_be_left
 
 _SMALL = (SMALL,)
+_OF_SOURCES = {S, U, Ts}
+_TO_TARGETS = ((D, E), (V, E), (D, V))
+"""Rows that a program reduces to, and from, where it gives nothing to remote sources."""
+
+
+def _takes_parts(program: Program) -> bool:
+    """Return whether a program gives nothing to sources, and reduces to no more than the rows of targets."""
+    live = [program.values[i] for i in program.live]
+    named = [value for value in live if value.op in RANGED or not _OF_SOURCES.isdisjoint(value.attrs)]
+    outputs = {program.values[i].domain for _, i in program.outputs}
+    return all(value.op == "gather" or value.attrs in _TO_TARGETS for value in named) and outputs <= {D, E}
 
 
 class Place(NamedTuple):
@@ -48,6 +63,9 @@ class Region:
         line: Line of the code that kernels may not take.
 
     Attributes:
+        of_sources: Names of the inputs with a row per source.
+        takes_parts: Whether the program reduces to targets alone, so that of a part of a graph it needs the features of
+            remote sources, and gives nothing to them.
         reasons: Why torch ran the last call; empty if the program did.
         turn: Number of the last call of its layer.
         is_small: Whether torch ran that call since the edges are few, and not for their being new.
@@ -80,12 +98,17 @@ class Region:
         self.has_seed = SEED in program.inputs
         self.reasons: Sequence[str] = ()
         self.turn, self.is_small, self.is_refused = -1, False, False
+        values = program.values
+        self.of_sources = [name for name, i in program.inputs.items() if values[i].domain is S]
+        self.takes_parts = not transposed and _takes_parts(program)
         self.kind = str(id(self))
         self._seen: Seen = {}
 
     def __call__(self, *args: Any) -> Any:
         """Return the outputs."""
         runs, edges = backend(), args[self.edges]
+        if isinstance(edges, PartitionedEdges):
+            return self._on_part(args, edges)
         if runs.devices is not None and edges.device.type not in runs.devices:
             return self._by_torch(args, (NO_DEVICE,))
         if self._is_left(edges):
@@ -106,6 +129,37 @@ class Region:
             with torch.autocast(self.autocast, enabled=False):
                 outputs = run(rows, inputs)
         else:
+            outputs = run(rows, inputs)
+        return self.returned([outputs[name] for name in self.names])
+
+    def _on_part(self, args: tuple[Any, ...], edges: PartitionedEdges) -> Any:
+        """Return the outputs on a part of a graph, for which the features of remote sources are fetched.
+
+        What is fetched depends on the program alone, so that all processes make the same calls.
+        """
+        self.reasons, self.turn = (), self.caller.turn
+        plain = edges.part.edge_index if edges.is_whole else edges.ids
+        _, num_dst, types, inputs = self.read((*args[: self.edges], plain, *args[self.edges + 1 :]))
+        graph = None
+        if self.takes_parts and edges.row == 0:
+            graph = graph_of(self._seen, plain, edges.part.num_sources, num_dst, False, types)
+        if graph is None:
+            return self.by_torch(*args)
+        fetched: dict[int, Tensor] = {}
+        for name in self.of_sources:
+            own = inputs[name]
+            if id(own) not in fetched:
+                fetched[id(own)] = edges.part.exchange(own)
+            inputs[name] = fetched[id(own)]
+        rows = index_space_of(graph)
+        run = backend().find(self.program, rows, inputs, self.names)
+        if self.has_seed:
+            inputs[SEED] = draw_seed(edges.device)
+        if not callable(run):
+            self.reasons = [f"{self.line}: {reason}" for reason in run]
+            report_fallback(self.caller.name, self.reasons)
+            run = partial(interpret, self.program)
+        with torch.autocast(edges.device.type, enabled=False):
             outputs = run(rows, inputs)
         return self.returned([outputs[name] for name in self.names])
 

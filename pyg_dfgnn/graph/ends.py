@@ -334,6 +334,7 @@ _PLAIN = {
     *(Tensor.size, Tensor.dim, Tensor.numel, Tensor.nelement, Tensor.ndimension, Tensor.stride, Tensor.element_size),
     *(Tensor.is_floating_point, Tensor.is_complex, Tensor.is_signed, Tensor.is_contiguous, Tensor.is_inference),
     *(Tensor.data_ptr, Tensor.get_device, Tensor.storage_offset, Tensor.untyped_storage, Tensor.record_stream),
+    torch.ops.aten.sym_size.int,
     *(Tensor.__len__, Tensor.__hash__, Tensor.__repr__, Tensor.__format__, Tensor.is_shared, Tensor.is_pinned),
 }
 """Functions that make nothing of where nodes are."""

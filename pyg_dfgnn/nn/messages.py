@@ -22,6 +22,7 @@ from pyg_dfgnn.errors import IdRangeError, StaleError, UnsupportedError
 from pyg_dfgnn.fallback import CPU, NO_DEVICE, SMALL, report_fallback
 from pyg_dfgnn.frontend import Compiler, Region, captured
 from pyg_dfgnn.graph import Graph
+from pyg_dfgnn.graph.ends import PartitionedEdges
 from pyg_dfgnn.ir.domains import E
 from pyg_dfgnn.ir.index_space import IndexSpace
 from pyg_dfgnn.ir.lowering import Lowered, lower
@@ -46,7 +47,7 @@ from pyg_dfgnn.ops.relational.backend import (
 from pyg_dfgnn.ops.relational.program import ALL_PASSES
 from pyg_dfgnn.ops.visits import is_new_tensor, may_be_few, step
 from pyg_dfgnn.settings import current, local_settings
-from pyg_dfgnn.torch_private import StopRecomputationError, has_any_global_hook, is_tracing
+from pyg_dfgnn.torch_private import StopRecomputationError, has_any_global_hook, is_tracing, tree_map
 
 __all__ = ["Mark", "clear", "describe", "interpreted", "lowered", "standing"]
 
@@ -66,6 +67,7 @@ class Forward:
     Args:
         kind: The class.
         own: Its forward.
+        on_parts: Whether it is called with edges of parts of graphs, for which it has to be one graph.
 
     Attributes:
         compiler: What has compiled its graphs.
@@ -75,9 +77,9 @@ class Forward:
         in_chunks: Whether networks on edges are parts of programs, which run in chunks.
     """
 
-    def __init__(self, kind: type, own: Callable[..., Any]) -> None:
-        self.compiler = Compiler(kind.__name__)
-        self.run = captured(own, self.compiler)
+    def __init__(self, kind: type, own: Callable[..., Any], on_parts: bool = False) -> None:
+        self.compiler = Compiler(kind.__name__, on_parts)
+        self.run = captured(own, self.compiler, whole=on_parts)
         self.methods, self.in_chunks = _methods(kind), current().edge_chunks
         self.failure: str | None = None
 
@@ -141,6 +143,7 @@ class Mark:
         seen: Number of graphs that its forward had after that call.
         is_left: Whether none of them had a program, so that the layer's own code runs.
         refused: Kinds of calls of which kernels run no program.
+        on_part: Captured forward of the last call with a part of a graph; None without.
     """
 
     def __init__(self, kind: type) -> None:
@@ -148,6 +151,7 @@ class Mark:
         self.parts: list[dict[str, Any]] = []
         self.refused: set[Any] = set()
         self.forward: Forward | None = None
+        self.on_part: Forward | None = None
         forward = kind.forward  # type: ignore[attr-defined]
         if getattr(forward, WRAPPER, None) is not kind:
             kind.forward = _wrapped(forward, kind)  # type: ignore[attr-defined]
@@ -162,6 +166,8 @@ class Mark:
             if type(value) is Tensor:
                 if edges is None and value.dim() == 2 and value.size(0) == 2 and not value.is_floating_point():
                     edges = value
+            elif isinstance(value, PartitionedEdges):
+                return self._on_part(layer, own, forwards, args, kwargs, value)
             elif isinstance(value, Graph):
                 args = tuple(_plain(layer, value) for value in args)
                 kwargs = {name: _plain(layer, value) for name, value in kwargs.items()}
@@ -228,6 +234,37 @@ class Mark:
             self.refused.add(_call_of(layer, values))
         return result
 
+    def _on_part(
+        self, layer: Any, own: Callable[..., Any], forwards: _Forwards, args: Any, kwargs: Any, edges: PartitionedEdges
+    ) -> Any:
+        """Return what a call with the edges of a part of a graph returns: programs run on it too.
+
+        All processes decide alike, since they fetch features of each other.
+        """
+        part: Any = edges.part
+        plain = part.edge_index
+        values = [plain if value is edges else value for value in (*args, *kwargs.values())]
+        is_left = not edges.is_whole or not current().compile_messages or bool(self.reasons(layer, values))
+        forward = None if is_left or not part.compiles_alike else self._captured(layer, own, forwards, True)
+        if forward is None or forward.failure is not None:
+            return own(layer, *args, **kwargs)
+        self.on_part, compiler = forward, forward.compiler
+        compiler.turn, compiler.layer, compiler.edges = compiler.turn + 1, layer, edges
+        args, kwargs = _of_any_size(args, {}), _of_any_size(kwargs, {})
+        given = _swapped((args, kwargs), edges, plain)
+        try:
+            result = forward.run(layer, *given[0], **given[1])
+        except (IdRangeError, StaleError, torch.OutOfMemoryError, StopRecomputationError):
+            raise
+        except Exception as error:
+            forward.failure = f"its captured forward fails on a part ({type(error).__name__}: {error})"
+        finally:
+            compiler.layer = compiler.edges = None
+        if forward.failure is not None:
+            # An error of the layer's own code is raised here.
+            return own(layer, *args, **kwargs)
+        return _swapped(result, plain, edges)
+
     def reasons(self, layer: Any, values: Iterable[Any]) -> list[str]:
         """Return what the state of the layer and of torch, and the values of a call have against captured code."""
         if not is_eager() or is_tracing() or intercepts_functions():
@@ -248,16 +285,24 @@ class Mark:
         return [] if device is not None and device.type in devices else [NO_DEVICE]
 
     def _forward_of(self, layer: Any, own: Callable[..., Any], forwards: _Forwards) -> Forward | None:
+        """Return the captured forward that a layer of its sizes calls from now on; None while these are not known."""
+        forward = self._captured(layer, own, forwards)
+        if forward is not None:
+            self.forward, self.is_left, self.refused = forward, forward.failure is not None, set()
+        return forward
+
+    def _captured(
+        self, layer: Any, own: Callable[..., Any], forwards: _Forwards, on_parts: bool = False
+    ) -> Forward | None:
         """Return the captured forward for the sizes of a layer; None while these are not known."""
         tensors = [*layer.named_parameters(), *layer.named_buffers()]
         if any(torch.nn.parameter.is_lazy(tensor) for _, tensor in tensors):
             return None
-        sizes = current().edge_chunks, *((name, tensor.shape) for name, tensor in tensors)
+        sizes = on_parts, current().edge_chunks, *((name, tensor.shape) for name, tensor in tensors)
         self.parts = [part.__dict__ for part in layer.modules() if "_decomposed_layers" in part.__dict__]
         forward = forwards.get(sizes)
         if forward is None or not forward.is_current(self.kind):
-            forward = forwards[sizes] = Forward(self.kind, own)
-        self.forward, self.is_left, self.refused = forward, forward.failure is not None, set()
+            forward = forwards[sizes] = Forward(self.kind, own, on_parts)
         return forward
 
 
@@ -292,6 +337,11 @@ def _wrapped(own: Callable[..., Any], kind: type) -> Callable[..., Any]:
 def _plain(layer: Any, value: Any) -> Any:
     """Return an argument of a forward: in place of a `Graph` its edges, by which programs find it again."""
     return edges_in_flow(value, layer.flow) if isinstance(value, Graph) else value
+
+
+def _swapped(value: Any, old: Tensor, new: Tensor) -> Any:
+    """Return arguments, or results, with a tensor in the place of another one."""
+    return tree_map(lambda each: new if each is old else each, value)
 
 
 def _of_any_size(value: Any, views: dict[int, Tensor]) -> Any:
@@ -345,8 +395,8 @@ def standing(layer: Any) -> tuple[bool, list[str]]:
     tensor = next((t for t in (*layer.parameters(), *layer.buffers()) if t.is_floating_point()), torch.empty(0))
     reasons = [*state_reasons(vars(layer)), *storage_reasons(tensor.dtype, tensor.device)]
     mark = layer.__dict__[MARK]
-    forward = mark.forward
-    if forward is None or mark.seen < 0:
+    forward = mark.on_part if mark.seen < 0 else mark.forward
+    if forward is None:
         return True, reasons or [UNCALLED]
     told = [reason for graph in forward.compiler.graphs for region in graph.regions for reason in region.reasons]
     told = [reason for reason in told if reason != NO_DEVICE]
