@@ -244,6 +244,17 @@ def _set(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     return func(*_plain(args))
 
 
+def _put(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Set rows of a copy, as :func:`_set` does."""
+    bound = _bound(("input", "indices", "values", "accumulate"), args, kwargs)
+    out = bound["input"].clone()
+    if bound.get("accumulate", False) or isinstance(out, PartitionedEdges):
+        _refuse(func)
+    places = tuple(slice(None) if each is None else each for each in bound["indices"])
+    _set(Tensor.__setitem__, (out, places, bound["values"]), {})
+    return out
+
+
 def _largest(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """The largest id, from which layers tell the number of nodes."""
     if len(args) > 1 or kwargs:
@@ -365,6 +376,7 @@ _FUNCTIONS: dict[Any, Callable[..., Any]] = {
     **dict.fromkeys((Tensor.min, torch.min, Tensor.amin, torch.amin), _smallest),
     **dict.fromkeys((Tensor.eq, Tensor.ne, torch.eq, torch.ne, Tensor.__eq__, Tensor.__ne__), _compared),
     Tensor.__setitem__: _set,
+    **dict.fromkeys((Tensor.index_put, torch.index_put), _put),
     **dict.fromkeys((Tensor.index_select, torch.index_select), _index_select),
     **dict.fromkeys((Tensor.gather, torch.gather), _gather),
     **dict.fromkeys((Tensor.scatter_add, torch.scatter_add), _reduced(_SCATTER, True, False)),

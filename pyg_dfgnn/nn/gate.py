@@ -20,6 +20,7 @@ from pyg_dfgnn.errors import UnsupportedError
 from pyg_dfgnn.fallback import NO_DEVICE, SMALL, report_fallback
 from pyg_dfgnn.graph import EdgeSet, Graph
 from pyg_dfgnn.nn import conv_call
+from pyg_dfgnn.nn.captured_forward import run_pygs_on_part, torch_reasons
 from pyg_dfgnn.nn.conv_call import ConvCall
 from pyg_dfgnn.nn.registry import Description, floating, set_propagate, shown, upstream_of
 from pyg_dfgnn.nn.scripted import Scripted
@@ -46,6 +47,7 @@ _STATISTICS = {
 }
 _LOOKED_UP = ("MeanAggregation", "VarAggregation", "StdAggregation")
 """Aggregations whose sums PyG's `FusedAggregation` looks up by name to divide them."""
+_ON_PART = "edge_index is a PartitionedEdges"
 NO_MATRIX = "x is not a matrix [N, F] per node set"
 _FEW_IDS = 1 << 16
 """Numbers in `edge_index` below which aggregations in PyG's forward are PyG's too."""
@@ -547,8 +549,12 @@ class FusedConv(Scripted, MessagePassing):
             before: Those between `x` and `edge_index`.
             kwargs: Further ones.
         """
-        report_fallback(type(self).__name__, call.reasons)
         edge_index, is_left = call.edge_index, False
+        if call.form == "PartitionedEdges":
+            against = [*torch_reasons(), *(each for each in call.reasons if each != _ON_PART)]
+            given = (x, *before, edge_index, *args), kwargs, edge_index
+            return run_pygs_on_part(self, super().forward, *given, against)
+        report_fallback(type(self).__name__, call.reasons)
         if call.form == "tensor":
             is_left = call.reasons[0] is NO_DEVICE or (may_be_few(edge_index) and edge_index.numel() < _FEW_IDS)
         if is_left:

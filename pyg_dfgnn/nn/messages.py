@@ -8,7 +8,6 @@ layer's own code.
 from __future__ import annotations
 
 import functools
-import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import FunctionType
 from typing import Any
@@ -20,7 +19,6 @@ from pyg_dfgnn.dispatch.core import fused_device_types
 from pyg_dfgnn.dispatch.traversal import storage_reasons
 from pyg_dfgnn.errors import IdRangeError, StaleError, UnsupportedError
 from pyg_dfgnn.fallback import CPU, NO_DEVICE, SMALL, report_fallback
-from pyg_dfgnn.frontend import Compiler, Region, captured
 from pyg_dfgnn.graph import Graph
 from pyg_dfgnn.graph.ends import PartitionedEdges
 from pyg_dfgnn.ir.domains import E
@@ -28,10 +26,10 @@ from pyg_dfgnn.ir.index_space import IndexSpace
 from pyg_dfgnn.ir.lowering import Lowered, lower
 from pyg_dfgnn.ir.program import Program
 from pyg_dfgnn.ir.register_layout import LoweringError
+from pyg_dfgnn.nn.captured_forward import Forward, Forwards, clear, forward_of, of_any_size, run_on_part, torch_reasons
 from pyg_dfgnn.nn.conv_call import edges_in_flow
 from pyg_dfgnn.nn.gate import hooks_of, lacks_kernels
 from pyg_dfgnn.nn.registry import MARK, Description, copied, shown
-from pyg_dfgnn.ops.eager import intercepts_functions, is_eager
 from pyg_dfgnn.ops.graph import may_run_again
 from pyg_dfgnn.ops.relational.backend import (
     INTERPRETER,
@@ -47,7 +45,7 @@ from pyg_dfgnn.ops.relational.backend import (
 from pyg_dfgnn.ops.relational.program import ALL_PASSES
 from pyg_dfgnn.ops.visits import is_new_tensor, may_be_few, step
 from pyg_dfgnn.settings import current, local_settings
-from pyg_dfgnn.torch_private import StopRecomputationError, has_any_global_hook, is_tracing, tree_map
+from pyg_dfgnn.torch_private import StopRecomputationError
 
 __all__ = ["Mark", "clear", "describe", "interpreted", "lowered", "standing"]
 
@@ -55,81 +53,9 @@ WRAPPER = "_pyg_dfgnn_captures"
 """Attribute of our wrapper around the forward of a class: the class."""
 UNCALLED = "its first call tells what of it becomes programs"
 """Said of a layer of which nothing is known before."""
-NO_GRAPH = "TorchDynamo captures no graph in which edges are gathered and reduced"
 _ERRORS = (IdRangeError, StaleError, UnsupportedError, torch.OutOfMemoryError, StopRecomputationError)
 """Errors of a captured forward that are the user's to see, or by which a checkpoint ends its second forward."""
 _TENSORS = (Tensor, torch.nn.Parameter)
-
-
-class Forward:
-    """The forward of a class, captured for layers of one size.
-
-    Args:
-        kind: The class.
-        own: Its forward.
-        on_parts: Whether it is called with edges of parts of graphs, for which it has to be one graph.
-
-    Attributes:
-        compiler: What has compiled its graphs.
-        run: The captured function.
-        failure: The reason why it is not run any more: an error that the layer's own code does not raise.
-        methods: The methods of the class that PyG calls, which TorchDynamo takes for what never changes.
-        in_chunks: Whether networks on edges are parts of programs, which run in chunks.
-    """
-
-    def __init__(self, kind: type, own: Callable[..., Any], on_parts: bool = False) -> None:
-        self.compiler = Compiler(kind.__name__, on_parts)
-        self.run = captured(own, self.compiler, whole=on_parts)
-        self.methods, self.in_chunks = _methods(kind), current().edge_chunks
-        self.failure: str | None = None
-
-    @property
-    def is_left(self) -> bool:
-        """Whether no graph of it has a program; of no edge or one a graph of its own is captured."""
-        graphs = self.compiler.graphs
-        return self.failure is not None or not any(x.regions or x.derived or x.is_of_one for x in graphs)
-
-    def is_current(self, kind: type) -> bool:
-        """Return whether neither the methods of a class nor the settings have changed since it was captured."""
-        return self.in_chunks is current().edge_chunks and self.methods == _methods(kind)
-
-    def ran(self, turn: int) -> list[Region]:
-        """Return the regions that have run in a call."""
-        return [region for graph in self.compiler.graphs for region in graph.regions if region.turn == turn]
-
-    def reasons(self) -> list[str]:
-        """Return why parts of the forward, or all of it, are PyTorch's."""
-        if self.failure is not None:
-            return [self.failure]
-        graphs = self.compiler.graphs
-        reasons = list(dict.fromkeys(reason for graph in graphs for reason in graph.reasons))
-        return reasons or ([NO_GRAPH] if self.is_left else [])
-
-    def report(self) -> None:
-        """Say why the layer's own code runs."""
-        report_fallback(self.compiler.name, self.reasons())
-
-
-_METHODS = ("propagate", "message", "aggregate", "update", "edge_updater", "edge_update", "message_and_aggregate")
-
-
-def _methods(kind: type) -> list[Any]:
-    return [getattr(kind, name, None) for name in _METHODS]
-
-
-class _Forwards(dict[Any, Forward]):
-    """The captured forwards of a class by the sizes of its layers."""
-
-    __hash__ = object.__hash__  # type: ignore[assignment]
-
-
-_forwards: weakref.WeakSet[Any] = weakref.WeakSet()
-
-
-def clear() -> None:
-    """Forget all captured forwards."""
-    for forwards in _forwards:
-        forwards.clear()
 
 
 class Mark:
@@ -159,7 +85,7 @@ class Mark:
     def __reduce__(self) -> tuple[Any, ...]:
         return Mark, (self.kind,)
 
-    def call(self, layer: Any, own: Callable[..., Any], forwards: _Forwards, args: Any, kwargs: Any) -> Any:
+    def call(self, layer: Any, own: Callable[..., Any], forwards: Forwards, args: Any, kwargs: Any) -> Any:
         """Return what a call of the forward returns."""
         edges, has_others, values = None, False, (*args, *kwargs.values()) if kwargs else args
         for value in values:
@@ -167,7 +93,11 @@ class Mark:
                 if edges is None and value.dim() == 2 and value.size(0) == 2 and not value.is_floating_point():
                     edges = value
             elif isinstance(value, PartitionedEdges):
-                return self._on_part(layer, own, forwards, args, kwargs, value)
+                self.parts = _parts_of(layer)
+                plain = [value.part.edge_index if each is value else each for each in values]
+                given = layer, self.kind, own, forwards, args, kwargs, value, self.reasons(layer, plain)
+                result, self.on_part = run_on_part(*given)
+                return result
             elif isinstance(value, Graph):
                 args = tuple(_plain(layer, value) for value in args)
                 kwargs = {name: _plain(layer, value) for name, value in kwargs.items()}
@@ -203,7 +133,7 @@ class Mark:
         own_arguments = args, kwargs
         if has_others:
             views: dict[int, Tensor] = {}
-            args, kwargs = _of_any_size(args, views), _of_any_size(kwargs, views)
+            args, kwargs = of_any_size(args, views), of_any_size(kwargs, views)
         # The layers of a size have one forward, whose graphs each call of any of them may run.
         forward.compiler.turn = turn = forward.compiler.turn + 1
         forward.compiler.layer = layer
@@ -234,43 +164,10 @@ class Mark:
             self.refused.add(_call_of(layer, values))
         return result
 
-    def _on_part(
-        self, layer: Any, own: Callable[..., Any], forwards: _Forwards, args: Any, kwargs: Any, edges: PartitionedEdges
-    ) -> Any:
-        """Return what a call with the edges of a part of a graph returns: programs run on it too.
-
-        All processes decide alike, since they fetch features of each other.
-        """
-        part: Any = edges.part
-        plain = part.edge_index
-        values = [plain if value is edges else value for value in (*args, *kwargs.values())]
-        is_left = not edges.is_whole or not current().compile_messages or bool(self.reasons(layer, values))
-        forward = None if is_left or not part.compiles_alike else self._captured(layer, own, forwards, True)
-        if forward is None or forward.failure is not None:
-            return own(layer, *args, **kwargs)
-        self.on_part, compiler = forward, forward.compiler
-        compiler.turn, compiler.layer, compiler.edges = compiler.turn + 1, layer, edges
-        args, kwargs = _of_any_size(args, {}), _of_any_size(kwargs, {})
-        given = _swapped((args, kwargs), edges, plain)
-        try:
-            result = forward.run(layer, *given[0], **given[1])
-        except (IdRangeError, StaleError, torch.OutOfMemoryError, StopRecomputationError):
-            raise
-        except Exception as error:
-            forward.failure = f"its captured forward fails on a part ({type(error).__name__}: {error})"
-        finally:
-            compiler.layer = compiler.edges = None
-        if forward.failure is not None:
-            # An error of the layer's own code is raised here.
-            return own(layer, *args, **kwargs)
-        return _swapped(result, plain, edges)
-
     def reasons(self, layer: Any, values: Iterable[Any]) -> list[str]:
         """Return what the state of the layer and of torch, and the values of a call have against captured code."""
-        if not is_eager() or is_tracing() or intercepts_functions():
-            return ["the call is traced, transformed or intercepted"]
-        if has_any_global_hook():
-            return ["hooks on all modules are registered"]
+        if reasons := torch_reasons():
+            return reasons
         for part in self.parts:
             if reasons := state_reasons(part):
                 return reasons
@@ -284,26 +181,18 @@ class Mark:
             device = next((tensor.device for tensor in (*layer.parameters(), *layer.buffers())), None)
         return [] if device is not None and device.type in devices else [NO_DEVICE]
 
-    def _forward_of(self, layer: Any, own: Callable[..., Any], forwards: _Forwards) -> Forward | None:
+    def _forward_of(self, layer: Any, own: Callable[..., Any], forwards: Forwards) -> Forward | None:
         """Return the captured forward that a layer of its sizes calls from now on; None while these are not known."""
-        forward = self._captured(layer, own, forwards)
+        forward = forward_of(layer, self.kind, own, forwards)
         if forward is not None:
+            self.parts = _parts_of(layer)
             self.forward, self.is_left, self.refused = forward, forward.failure is not None, set()
         return forward
 
-    def _captured(
-        self, layer: Any, own: Callable[..., Any], forwards: _Forwards, on_parts: bool = False
-    ) -> Forward | None:
-        """Return the captured forward for the sizes of a layer; None while these are not known."""
-        tensors = [*layer.named_parameters(), *layer.named_buffers()]
-        if any(torch.nn.parameter.is_lazy(tensor) for _, tensor in tensors):
-            return None
-        sizes = on_parts, current().edge_chunks, *((name, tensor.shape) for name, tensor in tensors)
-        self.parts = [part.__dict__ for part in layer.modules() if "_decomposed_layers" in part.__dict__]
-        forward = forwards.get(sizes)
-        if forward is None or not forward.is_current(self.kind):
-            forward = forwards[sizes] = Forward(self.kind, own, on_parts)
-        return forward
+
+def _parts_of(layer: Any) -> list[dict[str, Any]]:
+    """Return the attributes of the layer, and of those in it, that propagate."""
+    return [part.__dict__ for part in layer.modules() if "_decomposed_layers" in part.__dict__]
 
 
 def _call_of(layer: Any, values: Iterable[Any]) -> tuple[Any, ...]:
@@ -314,8 +203,7 @@ def _call_of(layer: Any, values: Iterable[Any]) -> tuple[Any, ...]:
 
 
 def _wrapped(own: Callable[..., Any], kind: type) -> Callable[..., Any]:
-    forwards = _Forwards()
-    _forwards.add(forwards)
+    forwards = Forwards()
 
     name, is_compiling = MARK, torch.compiler.is_compiling
 
@@ -337,23 +225,6 @@ def _wrapped(own: Callable[..., Any], kind: type) -> Callable[..., Any]:
 def _plain(layer: Any, value: Any) -> Any:
     """Return an argument of a forward: in place of a `Graph` its edges, by which programs find it again."""
     return edges_in_flow(value, layer.flow) if isinstance(value, Graph) else value
-
-
-def _swapped(value: Any, old: Tensor, new: Tensor) -> Any:
-    """Return arguments, or results, with a tensor in the place of another one."""
-    return tree_map(lambda each: new if each is old else each, value)
-
-
-def _of_any_size(value: Any, views: dict[int, Tensor]) -> Any:
-    """Return arguments with a view in place of each parameter, whose sizes TorchDynamo takes for fixed."""
-    kind = type(value)
-    if kind is torch.nn.Parameter:
-        if id(value) not in views:
-            views[id(value)] = value.view_as(value)
-        return views[id(value)]
-    if kind is dict:
-        return {name: _of_any_size(part, views) for name, part in value.items()}
-    return kind([_of_any_size(part, views) for part in value]) if kind in (tuple, list) else value
 
 
 def _device_of(values: Iterable[Any]) -> tuple[torch.device | None, str | None]:
@@ -427,7 +298,7 @@ def describe(layer: Any, device: torch.device | None, *args: Any, **kwargs: Any)
     ):
         mark, values = layer.__dict__[MARK], (*args, *kwargs.values())
         # Graphs of this call alone, and not of all that layers of its class and size were called with.
-        mark._forward_of(layer, type(layer).forward.__wrapped__, _Forwards())
+        mark._forward_of(layer, type(layer).forward.__wrapped__, Forwards())
         values = tuple(_plain(layer, value) for value in values)
         layer(*args, **kwargs)
         against = mark.reasons(layer, values)

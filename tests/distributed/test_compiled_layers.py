@@ -81,6 +81,17 @@ class Weighted(Mapped):
         return x_j * weight.rsqrt().view(-1, 1)
 
 
+class WeightedGCN(nn.Module):
+    """A drop-in whose kernels take no part, with a factor of each edge."""
+
+    def __init__(self):
+        super().__init__()
+        self.conv = torch_geometric.nn.GCNConv(FEATURES, FEATURES)
+
+    def forward(self, x, edge_index):
+        return self.conv(x, edge_index, x[edge_index[0], 0].sigmoid())
+
+
 class Normed(nn.Module):
     """A layer with batch norm inside, whose statistics are those of all processes."""
 
@@ -92,7 +103,7 @@ class Normed(nn.Module):
         return self.conv(x, edge_index)
 
 
-LAYERS = {each.__name__: each for each in (Mapped, Twice, WithLoops, InParts, Weighted, Normed)}
+LAYERS = {each.__name__: each for each in (Mapped, Twice, WithLoops, InParts, Weighted, WeightedGCN, Normed)}
 
 
 def compare(edge_index, runs_kernels):

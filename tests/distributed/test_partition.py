@@ -220,6 +220,8 @@ FUSED = (
     "RGCN",
     "FiLM",
     # Of the code of a layer, what reduces to targets.
+    "RGAT",
+    "Cheb",
     "GEN",
     "EdgeConv",
     "GatedGraph",

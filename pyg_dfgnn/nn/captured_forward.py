@@ -1,0 +1,213 @@
+"""The forward of a class as TorchDynamo captures it, and calls of it with the edges of a part of a graph."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pyg_dfgnn.errors import IdRangeError, StaleError
+from pyg_dfgnn.fallback import NO_DEVICE, report_fallback
+from pyg_dfgnn.frontend import Compiler, Region, captured
+from pyg_dfgnn.graph.ends import PartitionedEdges
+from pyg_dfgnn.ops.eager import intercepts_functions, is_eager
+from pyg_dfgnn.ops.relational.backend import backend
+from pyg_dfgnn.settings import current
+from pyg_dfgnn.torch_private import StopRecomputationError, has_any_global_hook, is_tracing, tree_map
+
+NO_GRAPH = "TorchDynamo captures no graph in which edges are gathered and reduced"
+_METHODS = ("propagate", "message", "aggregate", "update", "edge_updater", "edge_update", "message_and_aggregate")
+
+
+class Forward:
+    """The forward of a class, captured for layers of one size.
+
+    Args:
+        kind: The class.
+        own: Its forward.
+        on_parts: Whether it is called with edges of parts of graphs, for which it has to be one graph.
+
+    Attributes:
+        compiler: What has compiled its graphs.
+        run: The captured function.
+        failure: The reason why it is not run any more: an error that the layer's own code does not raise.
+        methods: The methods of the class that PyG calls, which TorchDynamo takes for what never changes.
+        in_chunks: Whether networks on edges are parts of programs, which run in chunks.
+    """
+
+    def __init__(self, kind: type, own: Callable[..., Any], on_parts: bool = False) -> None:
+        self.compiler = Compiler(kind.__name__, on_parts)
+        self.run = captured(own, self.compiler, whole=on_parts)
+        self.methods, self.in_chunks = _methods(kind), current().edge_chunks
+        self.failure: str | None = None
+
+    @property
+    def is_left(self) -> bool:
+        """Whether no graph of it has a program; of no edge or one a graph of its own is captured."""
+        graphs = self.compiler.graphs
+        return self.failure is not None or not any(x.regions or x.derived or x.is_of_one for x in graphs)
+
+    def is_current(self, kind: type) -> bool:
+        """Return whether neither the methods of a class nor the settings have changed since it was captured."""
+        return self.in_chunks is current().edge_chunks and self.methods == _methods(kind)
+
+    def ran(self, turn: int) -> list[Region]:
+        """Return the regions that have run in a call."""
+        return [region for graph in self.compiler.graphs for region in graph.regions if region.turn == turn]
+
+    def reasons(self) -> list[str]:
+        """Return why parts of the forward, or all of it, are PyTorch's."""
+        if self.failure is not None:
+            return [self.failure]
+        graphs = self.compiler.graphs
+        reasons = list(dict.fromkeys(reason for graph in graphs for reason in graph.reasons))
+        return reasons or ([NO_GRAPH] if self.is_left else [])
+
+    def report(self) -> None:
+        """Say why the layer's own code runs."""
+        report_fallback(self.compiler.name, self.reasons())
+
+
+def _methods(kind: type) -> list[Any]:
+    return [getattr(kind, name, None) for name in _METHODS]
+
+
+class Forwards(dict[Any, Forward]):
+    """The captured forwards of a class by the sizes of its layers."""
+
+    __hash__ = object.__hash__  # type: ignore[assignment]
+
+    def __init__(self) -> None:
+        super().__init__()
+        _every.add(self)
+
+
+_every: weakref.WeakSet[Forwards] = weakref.WeakSet()
+_of_drop_ins: dict[type, Forwards] = {}
+
+
+def clear() -> None:
+    """Forget all captured forwards."""
+    for forwards in _every:
+        forwards.clear()
+
+
+def forward_of(
+    layer: Any, kind: type, own: Callable[..., Any], forwards: Forwards, on_parts: bool = False
+) -> Forward | None:
+    """Return the captured forward for the sizes of a layer; None while these are not known."""
+    tensors = [*layer.named_parameters(), *layer.named_buffers()]
+    if any(torch.nn.parameter.is_lazy(tensor) for _, tensor in tensors):
+        return None
+    sizes = on_parts, current().edge_chunks, *((name, tensor.shape) for name, tensor in tensors)
+    forward = forwards.get(sizes)
+    if forward is None or not forward.is_current(kind):
+        forward = forwards[sizes] = Forward(kind, own, on_parts)
+    return forward
+
+
+def torch_reasons() -> list[str]:
+    """Return what the state of torch has against captured code, whatever the layer."""
+    if not is_eager() or is_tracing() or intercepts_functions():
+        return ["the call is traced, transformed or intercepted"]
+    return ["hooks on all modules are registered"] if has_any_global_hook() else []
+
+
+def of_any_size(value: Any, views: dict[int, Tensor]) -> Any:
+    """Return arguments with a view in place of each parameter, whose sizes TorchDynamo takes for fixed."""
+    kind = type(value)
+    if kind is torch.nn.Parameter:
+        if id(value) not in views:
+            views[id(value)] = value.view_as(value)
+        return views[id(value)]
+    if kind is dict:
+        return {name: of_any_size(part, views) for name, part in value.items()}
+    return kind([of_any_size(part, views) for part in value]) if kind in (tuple, list) else value
+
+
+def run_on_part(
+    layer: Any,
+    kind: type,
+    own: Callable[..., Any],
+    forwards: Forwards,
+    args: Any,
+    kwargs: Any,
+    edges: PartitionedEdges,
+    reasons: Sequence[str],
+) -> tuple[Any, Forward | None]:
+    """Return what a call with the edges of a part of a graph returns, for which programs run too.
+
+    All processes decide alike, since they fetch features of each other.
+
+    Args:
+        layer: The layer.
+        kind: Its class.
+        own: The forward.
+        forwards: Captured forwards of the class.
+        args: Arguments of the call.
+        kwargs: Further ones.
+        edges: The edges among them.
+        reasons: What is against captured code.
+
+    Returns:
+        What the call returns, and the captured forward that ran; None where the layer's own code did.
+    """
+    part: Any = edges.part
+    plain, devices, against = part.edge_index, backend().devices, [*reasons]
+    if not edges.is_whole:
+        against.append("the edges are not those of the part")
+    if not current().compile_messages:
+        against.append("settings(compile_messages=False)")
+    if devices is not None and plain.device.type not in devices:
+        against.append(NO_DEVICE)
+    if not against and not part.compiles_alike:
+        against.append("a process has fewer than two nodes or edges")
+    forward = None if against else forward_of(layer, kind, own, forwards, True)
+    if forward is None or forward.failure is not None:
+        report_fallback(
+            kind.__name__, against or (forward.reasons() if forward is not None else ["a size is not known"])
+        )
+        return own(layer, *args, **kwargs), None
+    compiler = forward.compiler
+    compiler.turn, compiler.layer, compiler.edges = compiler.turn + 1, layer, edges
+    given = _swapped((of_any_size(args, {}), of_any_size(kwargs, {})), edges, plain)
+    try:
+        result = forward.run(layer, *given[0], **given[1])
+    except (IdRangeError, StaleError, torch.OutOfMemoryError, StopRecomputationError):
+        raise
+    except Exception as error:
+        forward.failure = f"its captured forward fails on a part ({type(error).__name__}: {error})"
+    finally:
+        compiler.layer = compiler.edges = None
+    if forward.is_left:
+        forward.report()
+    if forward.failure is not None:
+        # An error of the layer's own code is raised here.
+        return own(layer, *args, **kwargs), None
+    return _swapped(result, plain, edges), forward
+
+
+def run_pygs_on_part(
+    layer: Any, forward: Any, args: Any, kwargs: Any, edges: PartitionedEdges, reasons: Sequence[str]
+) -> Any:
+    """Return what PyG's forward of a drop-in returns, as :func:`run_on_part` does.
+
+    Args:
+        layer: The drop-in.
+        forward: PyG's forward, bound to it.
+        args: As for :func:`run_on_part`.
+        kwargs: As there.
+        edges: As there.
+        reasons: As there.
+    """
+    kind, own = type(layer), getattr(forward.__func__, "__wrapped__", forward.__func__)
+    forwards = _of_drop_ins.setdefault(kind, Forwards())
+    return run_on_part(layer, kind, own, forwards, args, kwargs, edges, reasons)[0]
+
+
+def _swapped(value: Any, old: Tensor, new: Tensor) -> Any:
+    """Return arguments, or results, with a tensor in the place of another one."""
+    return tree_map(lambda each: new if each is old else each, value)
