@@ -64,11 +64,6 @@ class KernelStep:
         """Whether the step is a product with the weights of relations, or gives their gradient."""
         return self.kind in ("linear", "outer") and any(value.domain is R for value in self.program.values)
 
-    @property
-    def sums_outer(self) -> bool:
-        """Whether a traversal sums outer products over all edges."""
-        return self.kind == "traversal" and any(value.op == "outer" for value in self.program.values)
-
     def __str__(self) -> str:
         where = f"{self.over}->{self.domain}" if self.over is not self.domain else f"{self.domain}"
         return f"{self.kind} {where}\n" + "\n".join(str(self.program).splitlines()[1:])
