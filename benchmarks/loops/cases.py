@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import product
 from typing import Any
 
 import torch
@@ -381,13 +382,12 @@ HOST = {
 
 
 def _host(small: bool) -> Iterator[LoopCase]:
-    nodes, edges, width = (30, 90, 8) if small else (2708, 10880, 64)
-    source = partial(data.graphs, nodes, edges, width, 1)
-    for name, layer in HOST.items():
-        make = partial(layer, width, width)
+    every = {"": (30, 90, 8)} if small else {"": (2708, 10880, 64), "-e200k": (20_000, 200_000, 128)}
+    for (suffix, (nodes, edges, width)), (name, layer) in product(every.items(), HOST.items()):
+        source, make = partial(data.graphs, nodes, edges, width, 1), partial(layer, width, width)
         for size, fresh in (("known", ()), ("new", ("edge_index",))):
             if name != "linear" or size == "known":
-                yield LoopCase("host", name, size, source, make, _call_layer, _numbers, fresh, trains=False)
+                yield LoopCase("host", name, size + suffix, source, make, _call_layer, _numbers, fresh, trains=False)
 
 
 LOOPS: dict[str, Callable[[bool], Iterator[LoopCase]]] = {
