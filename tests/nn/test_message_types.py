@@ -59,6 +59,16 @@ class Several(Typed):
         return x_j / counts + sums + self.weight[0].index_select(1, kind).sum()
 
 
+class Shown(Typed):
+    """Mapped rows of edges that code outside of the region reads too."""
+
+    def forward(self, x, edge_index, kind):
+        row, col = edge_index
+        mapped = torch.bmm(x[row].unsqueeze(1), self.weight[kind]).squeeze(1)
+        shown = torch.sort(mapped.tanh(), dim=0).values.sum(0)
+        return torch.zeros_like(x).index_add(0, col, mapped * x[col]) + shown
+
+
 class Numbers(Typed):
     """Types that are numbers, and ids of rows of edges."""
 
@@ -75,7 +85,7 @@ def results(layer, x, *args):
     return {"out": out, **dict(zip(named, gradients))}
 
 
-@pytest.mark.parametrize("make", [Typed, Several, Numbers])
+@pytest.mark.parametrize("make", [Typed, Several, Shown, Numbers])
 def test_types_are_used_as_pyg_does(make):
     layer, marked = twins(make)
     kind = KIND.clone()
@@ -97,8 +107,9 @@ def test_types_are_used_as_pyg_does(make):
 
 @needs_compiler
 @pytest.mark.parametrize("dtype", [torch.int64, torch.int32])
-def test_kernels_look_tables_up(dtype):
-    layer, marked = twins(Typed)
+@pytest.mark.parametrize("make", [Typed, Shown])
+def test_kernels_look_tables_up(make, dtype):
+    layer, marked = twins(make)
     expected = results(layer, X, EDGES, KIND)
     with emulated_device(), local_settings(fallback="error"):
         actual = results(marked.float(), X.float(), EDGES, KIND.to(dtype))

@@ -56,10 +56,12 @@ def prepare(step: KernelStep, exact: Collection[str], rows: IndexSpace, dtype: t
     left, right = root.args
     is_outer = root.op == "outer"
     heads = prod(root.shape[: -2 if is_outer else -1])
-    over, domain = (step.over, step.domain) if is_outer else (root.domain, values[right].domain)
+    # A gathered operand has the rows of what is gathered.
+    domains = [values[_source(step.program, arg)].domain for arg in root.args]
+    over, domain = (step.over, step.domain) if is_outer else (root.domain, domains[1])
     typed, order = _typed(rows, over, domain)
     x, y = _operand(step.program, left), _operand(step.program, right)
-    gather = [_gather(rows, over, domain, values[arg].domain, order) for arg in root.args]
+    gather = [_gather(rows, over, domain, other, order) for other in domains]
     # Rows that have no size for heads are the same for all.
     x_heads, y_heads = (_heads(step.program, arg, heads, 1 if is_outer or arg == left else 2) for arg in root.args)
     if is_outer:
@@ -97,10 +99,15 @@ def prepare(step: KernelStep, exact: Collection[str], rows: IndexSpace, dtype: t
 
 def _operand(program: Program, i: int) -> str:
     """Return the buffer that a value has the numbers of."""
+    name: str = program.values[_source(program, i)].attrs[0]
+    return name
+
+
+def _source(program: Program, i: int) -> int:
+    """Return the input that a value has the numbers of."""
     while program.values[i].op in ("view", "gather", "permute"):
         i = program.values[i].args[0]
-    name: str = program.values[i].attrs[0]
-    return name
+    return i
 
 
 def _heads(program: Program, i: int, heads: int, sizes: int) -> int:
