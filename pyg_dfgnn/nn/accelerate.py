@@ -1,7 +1,7 @@
 """Take the layers of an existing model, list what became of them, and ask which kernels they would run."""
 
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from fnmatch import fnmatch
 from inspect import signature
 from typing import Any, TypeVar
@@ -89,7 +89,7 @@ def accelerate(model: Model, *, only: LayerChoice = None, skip: LayerChoice = No
             _left_out.drop(module)
             chosen.append(module)
     table = drop_ins()
-    swapped = [module for module in chosen if type(module) in table]
+    swapped = [module for module in chosen if type(module) in table and _suits(table[type(module)], module)]
     ours = tuple(table.values())
     inside = {part for module in inner.modules() if isinstance(module, ours) for part in module.modules()}
     for module in swapped:
@@ -113,6 +113,12 @@ def accelerate(model: Model, *, only: LayerChoice = None, skip: LayerChoice = No
         compiling = f"compiled: {_counted(kinds)}; " if kinds else ""
         inform(f"accelerate: new drop-ins: {new}; {compiling}left: {left}; pyg_dfgnn.report(model) says why")
     return model
+
+
+def _suits(drop_in: type, layer: torch.nn.Module) -> bool:
+    """Return whether a drop-in has kernels for a layer as it was made; else its forward is compiled."""
+    asked: Callable[[torch.nn.Module], bool] | None = getattr(drop_in, "_suits", None)
+    return asked is None or asked(layer)
 
 
 def _choices(name: str, choice: LayerChoice) -> tuple[type | str, ...]:

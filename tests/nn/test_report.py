@@ -13,6 +13,8 @@ from pyg_dfgnn.graph.derived import in_units
 from pyg_dfgnn.nn.conv.normalized import NormalizedConv
 from pyg_dfgnn.nn.messages import UNCALLED
 from pyg_dfgnn.ops import gemm
+from pyg_dfgnn.reference.tolerances import elementwise
+from tests.emu import needs_compiler
 from tests.kernels.emulated import emulated_device
 from tests.nn.convs import EDGES, LOOPED, NAMES, NUM_NODES, make, reasons_of
 from tests.nn.message_cases import watched
@@ -324,6 +326,29 @@ def test_compiled_layers_on_a_cpu(x):
             rows = rows_by_name(model)
             assert rows["plain"].state == "compiled" and rows["plain"].why == rows["conv"].why != ""
             model["plain"](x, EDGES)
+
+
+@needs_compiler
+@pytest.mark.parametrize(
+    "make_conv",
+    [
+        lambda: pyg.ResGatedGraphConv(4, 4, edge_dim=3),
+        lambda: pyg.PNAConv(4, 4, ["mean", "max"], ["identity"], torch.ones(9), pre_layers=2, edge_dim=3),
+    ],
+    ids=["gates of edges", "several layers"],
+)
+def test_layers_that_a_drop_in_has_no_kernels_for_are_compiled(make_conv):
+    torch.manual_seed(0)
+    conv = make_conv()
+    twin, edge_attr = copy.deepcopy(conv), torch.randn(EDGES.size(1), 3)
+    x = torch.randn(NUM_NODES, 4)
+    expected = conv.double()(x.double(), EDGES, edge_attr.double())
+    with emulated_device() as launched:
+        out = pyg_dfgnn.accelerate(twin)(x, EDGES, edge_attr)
+    assert launched and type(twin) is type(conv)
+    assert [row.state for row in pyg_dfgnn.report(twin) if row.name == ""] == ["compiled"]
+    torch.testing.assert_close(out.double(), expected, **elementwise("float32"))
+    assert type(pyg_dfgnn.restore(twin)) is type(conv) and pyg_dfgnn.report(twin)[0].state == "left"
 
 
 def test_layers_that_are_left_out(x):

@@ -44,6 +44,11 @@ class PNAConv(AggregationConv, conv.PNAConv):
     # Both ends side by side, their product, and what the statistics make of it.
     _writes = 6
 
+    @staticmethod
+    def _suits(layer: conv.PNAConv) -> bool:
+        # Messages of several layers are not linear in both ends.
+        return len(layer.pre_nns[0]) == 1
+
     def _problem_fields(self, x: Any = None, edge: Tensor | None = None, *_: Any) -> ProblemFields:
         message = "copy" if self.edge_dim is None else "add"
         return message, statistics_of(self.aggr_module.aggr), self.towers * self.F_in, False, 0

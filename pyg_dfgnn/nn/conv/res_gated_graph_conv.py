@@ -28,6 +28,10 @@ class ResGatedGraphConv(AggregationConv, conv.ResGatedGraphConv):
     _channels = "out_channels"
     _fused_statistics = frozenset({"sum", "mean"})
 
+    @staticmethod
+    def _suits(layer: conv.ResGatedGraphConv) -> bool:
+        return layer.edge_dim is None and type(layer.act) is nn.Sigmoid
+
     def _call(self, x: Tensor | PairTensor, edge_index: Adj | Graph, edge_attr: OptTensor = None) -> ConvCall:
         reasons = []
         if not isinstance(x, Tensor) and (x[0] is None or x[1] is None):
