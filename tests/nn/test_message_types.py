@@ -65,8 +65,9 @@ class Shown(Typed):
     def forward(self, x, edge_index, kind):
         row, col = edge_index
         mapped = torch.bmm(x[row].unsqueeze(1), self.weight[kind]).squeeze(1)
-        shown = torch.sort(mapped.tanh(), dim=0).values.sum(0)
-        return torch.zeros_like(x).index_add(0, col, mapped * x[col]) + shown
+        moved = mapped + self.embedding(kind)
+        shown = torch.sort(mapped.tanh() + moved, dim=0).values.sum(0)
+        return torch.zeros_like(x).index_add(0, col, moved * x[col]) + shown
 
 
 class Numbers(Typed):

@@ -32,11 +32,12 @@ def compact(program: Program, sizes: Mapping[Domain, int], most_pairs: float = M
         if value.op in ("input", "const", "gather") or value.op in RANGED:
             return None
         args = [ids[arg] for arg in value.args]
-        if value.domain not in (U, V, E):
+        if value.domain not in (U, V, E) or (i in outputs and value.op != "linear"):
             return builder.copy(value, args)
         if value.op in _KINDS:
             args = [_through_gather(builder, arg) for arg in args]
         if i in outputs:
+            # The gradient of a table is not to be one of a copy per edge.
             return builder.copy(value, args)
         domain = join(*(builder.values[arg].domain for arg in args))
         if value.op not in _KINDS and domain not in (U, V):
