@@ -13,11 +13,13 @@ from torch_geometric.nn import MessagePassing
 from pyg_dfgnn.ir import D, E, One, R, S, U, V
 from pyg_dfgnn.ir.program import Program
 from pyg_dfgnn.nn import DROP_INS, messages
+from pyg_dfgnn.nn.captured_forward import NO_GRAPH
 from pyg_dfgnn.nn.messages import lowered
 from pyg_dfgnn.reference.zoo import ZOO
 from pyg_dfgnn.settings import local_settings
 from tests.nn.message_cases import EDGE_MLP, REFUSED, TRACED, Case, Graphs, Inputs, twins, watched
 
+NAMES = sorted({*pyg.__all__} - {"MessagePassing"})
 PAGE = Path(__file__).parents[2] / "docs" / "message_passing_coverage.md"
 _MOVES = {"input", "const", "gather", "view", "permute", "expand", "concat", "slice", "detach", "table_rows"}
 HEAD = """# What is compiled of PyG's convs
@@ -53,8 +55,16 @@ def reasons_on_kernels(program: Program) -> list[str]:
     return [STORED] if steps is not None and steps.edge_rows else reasons
 
 
-def row(name: str, kind: type) -> str:
-    """Return the row of a class."""
+def row(name: str) -> str:
+    """Return the row of a class, whose layers compute in float64."""
+    torch.set_default_dtype(torch.float64)
+    try:
+        return _row(name, getattr(pyg, name))
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
+def _row(name: str, kind: type) -> str:
     case = {**TRACED, **EDGE_MLP, **REFUSED}.get(name)
     if case is None:
         why = "needs an extra of PyG that is not installed here" if issubclass(kind, MessagePassing) else ""
@@ -64,7 +74,7 @@ def row(name: str, kind: type) -> str:
     every, inside = (sum(graph.counts[k] for graph in graphs) for k in (0, 1))
     how = "drop-in" if kind in DROP_INS else "PyG" if not inside else "fused" if inside == every else "in part"
     ops = ", ".join(sorted({value.op for program in programs for value in program.values} - _MOVES))
-    reasons = dict.fromkeys(graphs.reasons if inside or graphs.reasons else [messages.NO_GRAPH])
+    reasons = dict.fromkeys(graphs.reasons if inside or graphs.reasons else [NO_GRAPH])
     reason = "; ".join(reasons).replace("|", "\\|")
     kernels = ""
     if how != "drop-in" and programs:
@@ -72,19 +82,14 @@ def row(name: str, kind: type) -> str:
     return f"| {name} | {how} | {inside} of {every} | {'; '.join(filter(None, [ops, reason]))} | {kernels} |"
 
 
-def page() -> str:
+def page(rows: list[str]) -> str:
     """Return the text of the page."""
-    torch.set_default_dtype(torch.float64)
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            rows = [row(name, getattr(pyg, name)) for name in sorted(pyg.__all__) if name != "MessagePassing"]
-    finally:
-        torch.set_default_dtype(torch.float32)
     counts = {how: sum(f"| {how} |" in line for line in rows) for how in ("drop-in", "fused", "in part", "PyG")}
     total = ", ".join(f"{count} {how}" for how, count in counts.items())
     return f"{HEAD}{chr(10).join(rows)}\n\nOf {len(rows)} classes: {total}.\n"
 
 
 if __name__ == "__main__":
-    PAGE.write_text(page())
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        PAGE.write_text(page([row(name) for name in NAMES]))

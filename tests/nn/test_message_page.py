@@ -8,8 +8,10 @@ from pathlib import Path
 import pytest
 
 from pyg_dfgnn.settings import local_settings
-from tests.nn import message_coverage
+from tests.nn.message_coverage import NAMES, page, row
+from tests.nn.message_coverage import PAGE as COVERAGE
 
+ROWS = [line for line in COVERAGE.read_text().splitlines() if re.match(r"\| [A-Z]", line)]
 PAGE = (Path(__file__).parents[2] / "docs" / "message_passing.md").read_text()
 BLOCKS = re.findall(r"```python\n(.*?)```\n\n```\n(.*?)```", PAGE, flags=re.DOTALL)
 
@@ -26,7 +28,12 @@ def test_page_prints_what_it_shows(tmp_path, monkeypatch, capsys):
 
 
 # PANConv takes a SparseTensor.
-@pytest.mark.sparse
+@pytest.mark.parametrize("name", [pytest.param(x, marks=[pytest.mark.sparse] * (x == "PANConv")) for x in NAMES])
 @pytest.mark.filterwarnings("ignore")
-def test_table_of_pygs_classes_is_current():
-    assert message_coverage.PAGE.read_text() == message_coverage.page()
+def test_row_of_a_class_of_pyg_is_current(name):
+    assert row(name) in ROWS
+
+
+def test_table_has_each_class_of_pyg():
+    assert [line.split()[1] for line in ROWS] == NAMES
+    assert COVERAGE.read_text() == page(ROWS)
