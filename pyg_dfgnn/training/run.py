@@ -76,21 +76,12 @@ def train(cfg: DictConfig, group: Group | None = None) -> float:
         FileNotFoundError: The data set or the checkpoint to resume from is missing.
     """
     config: dict[str, Any] = OmegaConf.to_container(cfg, resolve=True, throw_on_missing=True)  # type: ignore[assignment]
-    backend = config["backend"]
-    check_choice("returns", config["returns"], (None, *RETURNS))
-    check_integer("seed", config["seed"], 0, MAX_SEED)
-    method = config["data"]["reorder"]
-    check_choice("data.reorder", method, (None, *METHODS))
-    reorder = None if method is None else Reorder(method)
-    with _options("trainer", config["trainer"], Options):
-        options = Options(**config["trainer"])
-    with _options("backend.settings", backend["settings"], Settings):
-        replace(current(), **backend["settings"])
+    options, reorder = _checked(config)
     folder = run_folder(config["paths"]["run"])
     config["paths"]["run"] = str(folder)
     device = choose_device(config["device"])
     # Hydra would wrap an error of the call and escape its line breaks, so that it only makes a partial here.
-    make = partial(instantiate(cfg.model, _partial_=True), convs=import_convs(backend["convs"]))
+    make = partial(instantiate(cfg.model, _partial_=True), convs=import_convs(config["backend"]["convs"]))
     # Wrong arguments are refused before the data are made.
     with torch.device("meta"), _arguments("model", config["model"]):
         make(1, 1)
@@ -109,69 +100,102 @@ def train(cfg: DictConfig, group: Group | None = None) -> float:
         folder.mkdir(parents=True, exist_ok=True)
         OmegaConf.save(OmegaConf.create(config), folder / "config.yaml")
         (folder / "environment.json").write_text(json.dumps(environment(device), indent=2) + "\n")
-    with pyg_dfgnn.local_settings(**backend["settings"]):
+    with pyg_dfgnn.local_settings(**config["backend"]["settings"]):
         torch.manual_seed(config["seed"])
-        with group.first_alone():
-            make_task = instantiate(cfg.data.task, _partial_=True)
-            with _arguments("data.task", config["data"]["task"]):
-                task: Task = make_task()
+        task = _made_task(cfg, config, group)
         returns = config["returns"] or f"test_{task.quantity}"
         if not returns.endswith(("loss", task.quantity)):
             raise ValueError(f"'returns' needs null, or a loss or {task.quantity} of {task.name} (got {returns!r})")
-        with _arguments("model", config["model"]):
-            model = make_model(make, task).to(device)
-        if backend["convs"] == "pyg_dfgnn.nn" and any(map(_is_plain, model.modules())):
-            pyg_dfgnn.accelerate(model)
+        model = _made_model(config, make, task).to(device)
         if getattr(model, "pe_size", 0):
             task = task.map(LaplacianEncoding(model.pe_size))
         if reorder is not None:
-            if task.num_relations or task.metadata:
-                raise ValueError(
-                    f"'data.reorder' needs null: labels name nodes of a graph with relations (got {method!r})"
-                )
-            task = task.map(reorder)
-            log.info("%s%s", "" if task.full_graph else "last graph: ", reorder.report)
+            task = _reordered(task, reorder)
         optimizer = make_optimizer(cfg.optimizer, model, device)
         scheduler = make_scheduler(cfg.scheduler, optimizer)
         with _arguments("trainer", config["trainer"]):
-            trainer = Trainer(
-                model,
-                task,
-                optimizer,
-                scheduler,
-                device,
-                folder,
-                config,
-                options,
-                seed=config["seed"],
-                group=group,
-            )
+            own = model, task, optimizer, scheduler, device, folder, config, options
+            trainer = Trainer(*own, seed=config["seed"], group=group)
         if resumed is not None:
             trainer.load_state(resumed)
             rest = ": nothing is left to train" if trainer.is_done else ""
             log.info("resumed after epoch %d of %d%s", trainer.epoch, options.epochs, rest)
-        place = f"{device}" if group.size == 1 else f"{group.size} processes"
-        log.info("%s on %s: %d parameters", task.name, place, sum(p.numel() for p in model.parameters()))
-        if device.type == "cpu" and backend["convs"] == "pyg_dfgnn.nn":
-            # Each run of a sweep reports this once, before its epochs.
-            fallback.logged.discard(("", fallback.ON_CPU))
-            fallback.report_fallback(type(model).__name__, [fallback.NO_DEVICE])
-        if device.type == "cuda":
-            torch.cuda.reset_peak_memory_stats(device)
-        # One of several processes logs.
-        asked = (options.tensorboard, options.wandb) if group.is_main else (False, None)
-        try:
-            with loggers(*asked, folder, config) as log_row:
-                trainer.fit(log_row)
-        except BaseException as error:
-            if isinstance(error, KeyboardInterrupt):
-                log.info("interrupted after epoch %d; go on with\n%s", trainer.epoch, resume_command(folder))
-            _plot(trainer)
-            raise
+        _fit(trainer)
         best_epoch = trainer.load_best()
         results = {**trainer.evaluate("val"), **trainer.evaluate("test")}
-    if not group.is_main:
-        return results[returns]
+    if group.is_main:
+        _report(trainer, results, best_epoch)
+    return results[returns]
+
+
+def _checked(config: Mapping[str, Any]) -> tuple[Options, Reorder | None]:
+    """Return the options of the trainer and the order of nodes, once all values that need nothing else are checked."""
+    check_choice("returns", config["returns"], (None, *RETURNS))
+    check_integer("seed", config["seed"], 0, MAX_SEED)
+    method = config["data"]["reorder"]
+    check_choice("data.reorder", method, (None, *METHODS))
+    reorder = None if method is None else Reorder(method)
+    with _options("trainer", config["trainer"], Options):
+        options = Options(**config["trainer"])
+    with _options("backend.settings", config["backend"]["settings"], Settings):
+        replace(current(), **config["backend"]["settings"])
+    return options, reorder
+
+
+def _made_task(cfg: DictConfig, config: Mapping[str, Any], group: Group) -> Task:
+    """Make the task of a config; the first process of a machine downloads and converts alone."""
+    with group.first_alone():
+        make = instantiate(cfg.data.task, _partial_=True)
+        with _arguments("data.task", config["data"]["task"]):
+            task: Task = make()
+    return task
+
+
+def _made_model(config: Mapping[str, Any], make: partial[Any], task: Task) -> Any:
+    """Make the model of a config for a task, with drop-ins in place of the layers that it makes of PyG's classes."""
+    with _arguments("model", config["model"]):
+        model = make_model(make, task)
+    if config["backend"]["convs"] == "pyg_dfgnn.nn" and any(map(_is_plain, model.modules())):
+        pyg_dfgnn.accelerate(model)
+    return model
+
+
+def _reordered(task: Task, reorder: Reorder) -> Task:
+    """Return a task whose graphs are reordered, and log what that gives."""
+    if task.num_relations or task.metadata:
+        need = "null: labels name nodes of a graph with relations"
+        raise ValueError(f"'data.reorder' needs {need} (got {reorder.method!r})")
+    task = task.map(reorder)
+    log.info("%s%s", "" if task.full_graph else "last graph: ", reorder.report)
+    return task
+
+
+def _fit(trainer: Trainer) -> None:
+    """Train, and say how to go on where that is interrupted."""
+    model, device, group, options = trainer.model, trainer.device, trainer.group, trainer.options
+    place = f"{device}" if group.size == 1 else f"{group.size} processes"
+    log.info("%s on %s: %d parameters", trainer.task.name, place, sum(p.numel() for p in model.parameters()))
+    if device.type == "cpu" and trainer.config["backend"]["convs"] == "pyg_dfgnn.nn":
+        # Each run of a sweep reports this once, before its epochs.
+        fallback.logged.discard(("", fallback.ON_CPU))
+        fallback.report_fallback(type(model).__name__, [fallback.NO_DEVICE])
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+    # One of several processes logs.
+    asked = (options.tensorboard, options.wandb) if group.is_main else (False, None)
+    try:
+        with loggers(*asked, trainer.folder, trainer.config) as log_row:
+            trainer.fit(log_row)
+    except BaseException as error:
+        if isinstance(error, KeyboardInterrupt):
+            log.info("interrupted after epoch %d; go on with\n%s", trainer.epoch, resume_command(trainer.folder))
+        _plot(trainer)
+        raise
+
+
+def _report(trainer: Trainer, results: Mapping[str, float], best_epoch: int) -> None:
+    """Write the files of a run that has ended, and log its test result."""
+    task, device, config = trainer.task, trainer.device, trainer.config
     summary = {
         **results,
         "best_epoch": best_epoch,
@@ -182,10 +206,10 @@ def train(cfg: DictConfig, group: Group | None = None) -> float:
         # Since training began, data and graph included.
         "peak_memory_gb": torch.cuda.max_memory_allocated(device) / 1e9 if device.type == "cuda" else None,
         "task": task.name,
-        "model": type(model).__name__,
-        "convs": backend["convs"],
+        "model": type(trainer.model).__name__,
+        "convs": config["backend"]["convs"],
         "seed": config["seed"],
-        "processes": group.size,
+        "processes": trainer.group.size,
         "device": str(device) if device.type == "cpu" else torch.cuda.get_device_name(device),
         "metric": task.metric,
         **({"unit": task.unit, "shift": task.shift, "scale": task.scale} if task.is_of_values else {}),
@@ -200,10 +224,9 @@ def train(cfg: DictConfig, group: Group | None = None) -> float:
     log.info("test %s: %s (best epoch %d)", KINDS[task.metric], result, best_epoch)
     if trainer.diverged_epoch is not None:
         log.warning("the loss has diverged in epoch %d; a lower optimizer.lr may help", trainer.diverged_epoch)
-    metrics_json, metrics_csv = write_metrics(folder, summary, trainer.history)
+    metrics_json, metrics_csv = write_metrics(trainer.folder, summary, trainer.history)
     log.info("metrics: %s, %s", metrics_json, metrics_csv)
     _plot(trainer)
-    return results[returns]
 
 
 def in_short(config: Mapping[str, Any]) -> str:
