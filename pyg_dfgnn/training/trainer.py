@@ -204,39 +204,13 @@ class Trainer:
         if self.monitor not in (f"val_{task.quantity}", "val_loss", "epoch"):
             need = f"null, val_{task.quantity}, val_loss or epoch"
             raise ValueError(f"'monitor' needs {need} for {task.name} (got {options.monitor!r})")
-        loader, sampler, cuda_graph = options.loader, options.sampler, options.cuda_graph
-        if task.full_graph != (loader is None):
-            needed = "null: the task is one whole graph" if task.full_graph else "a batch_size: the task is many graphs"
-            raise ValueError(f"'loader' needs {needed} (got {loader})")
-        if sampler is not None and not task.full_graph:
-            raise ValueError(f"'sampler' needs null: the task is many graphs (got {sampler})")
         self.group = group = group or Group()
-        is_link = task.level == "link"
-        if task.num_relations or task.metadata:
-            if sampler is not None:
-                raise ValueError(f"'sampler' needs null: the edges of the task have relations (got {sampler})")
-            if group.size > 1 and task.num_relations:
-                raise ValueError(
-                    f"'task' needs features of nodes to part them among {group.size} processes: a learnt row per node "
-                    "would be whole on each"
-                )
-            if is_link and cuda_graph:
-                raise ValueError("'cuda_graph' needs false: each batch of a task of links has other queries (got True)")
-        elif task.full_graph and isinstance(task.splits["train"][0].edge_index, Graph):
-            if sampler is not None:
-                raise ValueError(f"'sampler' needs null: the edges of the task are a Graph (got {sampler})")
-            if group.size > 1:
-                raise ValueError(
-                    f"'task' needs edges as a tensor to part them among {group.size} processes (got a Graph)"
-                )
+        _check_fit(options, task, group)
         options.check_place(device, group)
-        if cuda_graph and group.size > 1 and not task.full_graph:
-            # The batches of the processes differ in size, so that the processes would capture at different steps.
-            raise ValueError(f"'cuda_graph' needs one process where the task is many graphs (got {group.size})")
         self.model, self.task, self.optimizer, self.scheduler = model, task, optimizer, scheduler
         self.device, self.folder, self.config = device, folder, config
         self.options = options
-        recorder = Recorder(device) if cuda_graph else None
+        recorder = Recorder(device) if options.cuda_graph else None
         called: Any = model if group.size == 1 else wrap(model, group, recorder.stream if recorder else None)
         if options.compile:
             # Sizes that change from batch to batch become variables in a second compilation.
@@ -247,42 +221,22 @@ class Trainer:
         self.history: list[dict[str, float]] = []
         self.best: dict[str, Any] | None = None
         self._batches: dict[str, Any]
-        if loader is None:
-            cut: Any = own_hetero_part if task.metadata else own_part
-            own = task if group.size == 1 else task.map(lambda graph: cut(graph, group))
-            self._batches = whole_graph(own, device)
-            (data,) = self._batches["train"]
-            if group.size > 1:
-                (graph,) = own.splits["train"]
-                share = remote_share(graph.edge_index_dict, group) if task.metadata else graph.edge_index.remote_share()
-                log.info(
-                    "nodes are partitioned: %.0f %% of the rows that a layer reads are of other processes", 100 * share
-                )
-            if sampler is not None:
-                (graph,) = task.splits["train"]
-                source = sampled(graph, device, sampler, self.order, group)
-                seeds = Seeds(device, int(graph.train_mask.sum()))
-                self._batches["train"] = Batches(source, seeds, device, prefetch=options.prefetch)
-        elif is_link:
-            data = None
-            self._batches = query_batches(task, device, loader, self.order)
+        largest: Data | Capacity | None = None
+        if options.loader is None:
+            self._batches, largest = self._of_one_graph()
+        elif task.level == "link":
+            self._batches = query_batches(task, device, options.loader, self.order)
         else:
             graphs = task.splits["train"]
-            data = Capacity.of(graphs, min(loader["batch_size"], len(graphs))) if cuda_graph else None
-            self._batches = graph_batches(
-                task,
-                device,
-                loader,
-                self.order,
-                group,
-                resident=options.resident,
-                prefetch=options.prefetch,
-            )
+            if options.cuda_graph:
+                largest = Capacity.of(graphs, min(options.loader["batch_size"], len(graphs)))
+            arguments = task, device, options.loader, self.order, group
+            self._batches = graph_batches(*arguments, resident=options.resident, prefetch=options.prefetch)
         self.step = make_step(
             called,
             optimizer,
-            data,
-            captured=cuda_graph,
+            largest,
+            captured=options.cuda_graph,
             recorder=recorder,
             loss_weights=task.loss_weights,
             graph_level=task.level == "graph",
@@ -291,6 +245,26 @@ class Trainer:
         )
         self._state = self.state()
         self._is_between_epochs = True
+
+    def _of_one_graph(self) -> tuple[dict[str, Any], Data]:
+        """Return the batches of a task that is one graph, this process's part of it, and the graph of a whole step."""
+        task, group, options = self.task, self.group, self.options
+        cut: Any = own_hetero_part if task.metadata else own_part
+        own = task if group.size == 1 else task.map(lambda graph: cut(graph, group))
+        batches: dict[str, Any] = whole_graph(own, self.device)
+        (whole,) = batches["train"]
+        if group.size > 1:
+            (graph,) = own.splits["train"]
+            share = remote_share(graph.edge_index_dict, group) if task.metadata else graph.edge_index.remote_share()
+            log.info(
+                "nodes are partitioned: %.0f %% of the rows that a layer reads are of other processes", 100 * share
+            )
+        if options.sampler is not None:
+            (graph,) = task.splits["train"]
+            source = sampled(graph, self.device, options.sampler, self.order, group)
+            seeds = Seeds(self.device, int(graph.train_mask.sum()))
+            batches["train"] = Batches(source, seeds, self.device, prefetch=options.prefetch)
+        return batches, whole
 
     def fit(self, log_row: LogRow = lambda _: None) -> None:
         """Train until the last epoch, for `max_time_s`, or until no better epoch was seen for `patience` epochs.
@@ -501,6 +475,37 @@ class Trainer:
     def _is_stale(self) -> bool:
         patience, best = self.options.patience, self.best
         return patience is not None and best is not None and self.epoch - best["epoch"] >= patience
+
+
+def _check_fit(options: Options, task: Task, group: Group) -> None:
+    """Check that options fit a task and the processes.
+
+    Raises:
+        ValueError: They do not.
+    """
+    loader, sampler, cuda_graph = options.loader, options.sampler, options.cuda_graph
+    if task.full_graph != (loader is None):
+        needed = "null: the task is one whole graph" if task.full_graph else "a batch_size: the task is many graphs"
+        raise ValueError(f"'loader' needs {needed} (got {loader})")
+    if sampler is not None and not task.full_graph:
+        raise ValueError(f"'sampler' needs null: the task is many graphs (got {sampler})")
+    if task.num_relations or task.metadata:
+        if sampler is not None:
+            raise ValueError(f"'sampler' needs null: the edges of the task have relations (got {sampler})")
+        if group.size > 1 and task.num_relations:
+            need = f"features of nodes to part them among {group.size} processes"
+            raise ValueError(f"'task' needs {need}: a learnt row per node would be whole on each")
+        if task.level == "link" and cuda_graph:
+            raise ValueError("'cuda_graph' needs false: each batch of a task of links has other queries (got True)")
+    elif task.full_graph and isinstance(task.splits["train"][0].edge_index, Graph):
+        if sampler is not None:
+            raise ValueError(f"'sampler' needs null: the edges of the task are a Graph (got {sampler})")
+        if group.size > 1:
+            need = f"edges as a tensor to part them among {group.size} processes"
+            raise ValueError(f"'task' needs {need} (got a Graph)")
+    if cuda_graph and group.size > 1 and not task.full_graph:
+        # The batches of the processes differ in size, so that the processes would capture at different steps.
+        raise ValueError(f"'cuda_graph' needs one process where the task is many graphs (got {group.size})")
 
 
 def step_scheduler(scheduler: LRScheduler, val_loss: float) -> None:
