@@ -70,8 +70,37 @@ def accelerate(model: Model, *, only: LayerChoice = None, skip: LayerChoice = No
         ValueError: No layer of `model` has a name in `only` or `skip`.
     """
     inner = _checked(model)
+    chosen = _chosen(inner, only, skip)
+    table = drop_ins()
+    swapped = [module for module in chosen if type(module) in table and _suits(table[type(module)], module)]
+    ours = tuple(table.values())
+    inside = {part for module in inner.modules() if isinstance(module, ours) for part in module.modules()}
+    for module in swapped:
+        inside.update(module.modules())
+        module.__class__ = table[type(module)]
+        set_propagate(module)
+    joined = [module for module in chosen if type(module) in CONTAINERS]
+    for module in joined:
+        module.__class__ = CONTAINERS[type(module)]
+    hetero = sum(join_relations(module) for module in chosen if isinstance(module, GraphModule))
+    compiled = [m for m in chosen if isinstance(m, MessagePassing) and m not in inside and MARK not in m.__dict__]
+    for module in compiled:
+        module.__dict__[MARK] = Mark(type(module))
+    if current().fallback != "silent":
+        others = [*(type(module).__name__ for module in joined), *(["to_hetero layer"] * hetero)]
+        inform(_summary(inner, {*swapped}, {*compiled}, others))
+    return model
+
+
+def _chosen(model: torch.nn.Module, only: LayerChoice, skip: LayerChoice) -> list[torch.nn.Module]:
+    """Return the modules that `only` and `skip` leave, and keep why the others are left out.
+
+    Raises:
+        TypeError: Layers are named by anything else than classes and names.
+        ValueError: No layer of the model has a name.
+    """
     taken, left_out = _choices("only", only), _choices("skip", skip)
-    named = list(inner.named_modules())
+    named = list(model.named_modules())
     for argument, choices in (("only", taken), ("skip", left_out)):
         for name in choices:
             if isinstance(name, str) and not any(fnmatch(known, name) for known, _ in named):
@@ -88,31 +117,19 @@ def accelerate(model: Model, *, only: LayerChoice = None, skip: LayerChoice = No
         else:
             _left_out.drop(module)
             chosen.append(module)
-    table = drop_ins()
-    swapped = [module for module in chosen if type(module) in table and _suits(table[type(module)], module)]
-    ours = tuple(table.values())
-    inside = {part for module in inner.modules() if isinstance(module, ours) for part in module.modules()}
-    for module in swapped:
-        inside.update(module.modules())
-        module.__class__ = table[type(module)]
-        set_propagate(module)
-    joined = [module for module in chosen if type(module) in CONTAINERS]
-    for module in joined:
-        module.__class__ = CONTAINERS[type(module)]
-    hetero = sum(join_relations(module) for module in chosen if isinstance(module, GraphModule))
-    compiled = [m for m in chosen if isinstance(m, MessagePassing) and m not in inside]
-    new_compiled = [module for module in compiled if MARK not in module.__dict__]
-    for module in new_compiled:
-        module.__dict__[MARK] = Mark(type(module))
-    if current().fallback != "silent":
-        rows, new_drop_ins, marked = list(_rows(inner)), set(swapped), set(new_compiled)
-        kinds = [row.kind for module, row in rows if module in new_drop_ins]
-        new = _counted([*kinds, *(type(module).__name__ for module in joined), *(["to_hetero layer"] * hetero)])
-        left = _counted(row.kind for _, row in rows if row.state == "left")
-        kinds = [row.kind for module, row in rows if module in marked and row.compiled]
-        compiling = f"compiled: {_counted(kinds)}; " if kinds else ""
-        inform(f"accelerate: new drop-ins: {new}; {compiling}left: {left}; pyg_dfgnn.report(model) says why")
-    return model
+    return chosen
+
+
+def _summary(
+    model: torch.nn.Module, swapped: set[torch.nn.Module], compiled: set[torch.nn.Module], others: list[str]
+) -> str:
+    """Return in one line which layers of a model are new drop-ins, compiled and left."""
+    rows = list(_rows(model))
+    new = _counted([*(row.kind for module, row in rows if module in swapped), *others])
+    left = _counted(row.kind for _, row in rows if row.state == "left")
+    kinds = [row.kind for module, row in rows if module in compiled and row.compiled]
+    compiling = f"compiled: {_counted(kinds)}; " if kinds else ""
+    return f"accelerate: new drop-ins: {new}; {compiling}left: {left}; pyg_dfgnn.report(model) says why"
 
 
 def _suits(drop_in: type, layer: torch.nn.Module) -> bool:
