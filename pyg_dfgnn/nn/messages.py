@@ -43,7 +43,7 @@ from pyg_dfgnn.ops.relational.backend import (
     running,
 )
 from pyg_dfgnn.ops.relational.program import ALL_PASSES
-from pyg_dfgnn.ops.visits import is_new_tensor, may_be_few, step
+from pyg_dfgnn.ops.visits import is_new_tensor, step
 from pyg_dfgnn.settings import current, local_settings
 from pyg_dfgnn.torch_private import StopRecomputationError
 
@@ -90,7 +90,8 @@ class Mark:
         edges, has_others, values = None, False, (*args, *kwargs.values()) if kwargs else args
         for value in values:
             if type(value) is Tensor:
-                if edges is None and value.dim() == 2 and value.size(0) == 2 and not value.is_floating_point():
+                # Features, which come first, are told by their dtype at once.
+                if edges is None and not value.is_floating_point() and value.dim() == 2 and value.size(0) == 2:
                     edges = value
             elif isinstance(value, PartitionedEdges):
                 self.parts = _parts_of(layer)
@@ -104,14 +105,19 @@ class Mark:
                 return self.call(layer, own, forwards, args, kwargs)
             elif value is not None:
                 has_others = True
-        if not current().compile_messages or step.is_refilled:
+        under, count, is_left = current(), None, False
+        if not under.compile_messages or step.is_refilled:
             return own(layer, *args, **kwargs)
-        count = edges.size(1) if edges is not None and may_be_few(edges) else None
-        is_left = edges is not None and not edges.is_cuda and backend().devices is not None and lacks_kernels(edges)
-        if is_left:
+        if edges is not None and edges.is_cuda:
+            # As `may_be_few` does: each function that a call enters costs the host.
+            if under.leaves_few and edges.layout is torch.strided:
+                count = edges.size(1)
+                is_left = count <= self.few or is_new_tensor(layer, edges)
+        elif edges is not None and backend().devices is not None and lacks_kernels(edges):
             report_fallback(self.kind.__name__, CPU)
-        if is_left or (count is not None and (count <= self.few or is_new_tensor(layer, edges))):  # type: ignore[arg-type]
-            # As `run_left` does: each function that a call enters costs the host.
+            is_left = True
+        if is_left:
+            # As `run_left` does.
             before, step.is_left = step.is_left, True
             try:
                 return own(layer, *args, **kwargs)
