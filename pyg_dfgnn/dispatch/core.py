@@ -108,8 +108,8 @@ class Family:
     """
 
     name: str
-    candidates: Mapping[str, Any]
-    others: Mapping[str, Any]
+    candidates: Mapping[str, Candidate]
+    others: Mapping[str, Candidate]
     rules: Mapping[str, Rule]
     unsupported: Callable[[Any], list[str]]
     problem_for: Callable[[Any, Graph, Sequence[str], Settings], Any] = lambda problem, *_: problem
@@ -117,7 +117,7 @@ class Family:
     prologue: Callable[[Any, str, Graph, Any, Gpu], Mapping[str, float]] | None = None
 
     @cached_property
-    def by_name(self) -> Mapping[str, Any]:
+    def by_name(self) -> Mapping[str, Candidate]:
         """All schedules of the family."""
         return MappingProxyType({**self.candidates, **self.others})
 
