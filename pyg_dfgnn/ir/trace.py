@@ -261,7 +261,7 @@ class Relational:
         return self._needed <= names <= self.domains.keys()
 
     def program(self, **shapes: Shape) -> Program:
-        """Return the program for inputs with these row shapes.
+        """Return the program for inputs with these row shapes, which is made once: the function has to be pure.
 
         Args:
             shapes: Name of an argument -> sizes of one of its rows.
@@ -275,7 +275,7 @@ class Relational:
         if not all(type(size) is int for shape in shapes.values() for size in shape):
             # A size that torch.compile does not know.
             return self._trace(shapes)
-        key = tuple(shapes.items())
+        key = tuple((name, tuple(shape)) for name, shape in shapes.items())
         known = self._programs.get(key)
         if known is None:
             known = self._programs[key] = self._trace(shapes)

@@ -141,6 +141,10 @@ def test_wrong_functions_are_refused():
         text.program(x=(3,))
 
 
+def test_a_program_is_made_once_for_equal_shapes():
+    assert rgcn_mean.program(x=[3], weight=[3, 2]) is rgcn_mean.program(x=(3,), weight=(3, 2))
+
+
 def test_branches_on_values_are_refused():
     @relational
     def branch(x: S, y: S):
