@@ -384,3 +384,18 @@ def test_arma_says_of_a_sparse_tensor_what_pyg_says():
             conv(torch.randn(NUM_NODES, F_IN, dtype=torch.float64), adjacency.to(torch.float64))
         errors.append(str(raised.value))
     assert errors[0] == errors[1]
+
+
+@pytest.mark.parametrize("name", ["SAGEConv", "GraphConv", "GINConv", "GINEConv"])
+@pytest.mark.parametrize(
+    "edges", [[[0, 9], [1, 2]], [[0, -1], [1, 2]], [[0, 1], [1, 9]], [[0, 1], [1, 2], [2, 0]], [[0, 1], [1, -1]]]
+)
+def test_wrong_edges_are_an_error_as_with_pyg(name, edges):
+    ours, pygs = build(name)
+    x, edge_index = torch.randn(5, F_IN), torch.tensor(edges)
+    call = x, *before(name, torch.float32, 5), edge_index, *after(name, 2, torch.float32)
+    with pytest.raises((IndexError, RuntimeError, ValueError)) as expected:
+        pygs(*call)
+    with pytest.raises(type(expected.value)) as error:
+        ours(*call)
+    assert str(error.value) == str(expected.value)

@@ -285,10 +285,14 @@ class AggregationConv(FusedConv):
         ):
             # PyG's propagation does more than to reduce messages.
             return visits.run_left(super().forward, x, edge_index, *values, size=size), True
-        senders, receivers = edge_index.unbind(0)
-        rows = self.message(source.index_select(0, senders), **edges)
-        # `index_add_` takes twice the time on many edges and keeps the rows for backward.
-        return scatter(rows, receivers, 0, target.size(0), statistics[0]), False
+        try:
+            senders, receivers = edge_index.unbind(0)
+            rows = self.message(source.index_select(0, senders), **edges)
+            # `index_add_` takes twice the time on many edges and keeps the rows for backward.
+            return scatter(rows, receivers, 0, target.size(0), statistics[0]), False
+        except (IndexError, RuntimeError, ValueError):
+            # PyG's propagate tells what is wrong.
+            return visits.run_left(super().forward, x, edge_index, *values, size=size), True
 
     def _describe(self, device: torch.device | None, *args: Any, **kwargs: Any) -> Description:
         description = super()._describe(device, *args, **kwargs)
