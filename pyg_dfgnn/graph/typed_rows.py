@@ -131,8 +131,9 @@ def _build(rows: TypedRows, length: int, every_type: bool) -> RowItems:
     end = np.minimum(begin + length, ends[type_of + 1])
     place = np.where(count[type_of] > 1, places[type_of] + order, -1)
     num_places = int(of_split.sum())
+    outside_capture(rows.type_ptr)
     parts = np.stack([type_of, begin, end, place], 1).ravel(), split, places[split], [num_places]
-    joined = outside_capture(push(torch.from_numpy(np.concatenate(parts).astype(np.int32)), rows.holder.device))
+    joined = push(torch.from_numpy(np.concatenate(parts).astype(np.int32)), rows.holder.device)
     items, split_types, split_ptr = joined.split([4 * len(type_of), len(split), len(split) + 1])
     return RowItems(items.view(-1, 4), split_types, split_ptr, num_places)
 
