@@ -22,6 +22,7 @@ from torch._dynamo import lookup_backend, optimize
 from torch._dynamo.eval_frame import OptimizedModule
 
 # `Exception`, and None in the place of the answer: code that cannot be captured would be tried in each call.
+from torch._dynamo.exc import FailOnRecompileLimitHit as RecompileLimitError
 from torch._dynamo.exc import ResumePrologueTracingError
 from torch._dynamo.types import ConvertFrameReturn
 

@@ -38,6 +38,7 @@ class PartitionedGraph:
         send_index: Own sources that other processes need, int64, by receiving process.
         send_counts: Number of rows sent to each process.
         receive_counts: Number of rows received from each process.
+        compiles_alike: Whether captured code is the same on all processes: for sizes of 0 and 1 it is other code.
         kept: What is computed once for the part, by name.
     """
 
@@ -50,6 +51,7 @@ class PartitionedGraph:
     send_index: Tensor
     send_counts: list[int]
     receive_counts: list[int]
+    compiles_alike: bool
     kept: dict[Any, Any] = field(default_factory=dict)
 
     @property
@@ -128,20 +130,9 @@ class PartitionedGraph:
         return halo / max(sources, 1)
 
     @property
-    def compiles_alike(self) -> bool:
-        """Whether captured code is the same on all processes: for sizes of 0 and 1 it is other code.
-
-        Every process of the group must ask first.
-        """
-        if "compiles_alike" not in self.kept:
-            least = min(self.num_nodes, self.num_own_sources, self.edge_index.size(1))
-            self.kept["compiles_alike"] = min(self.group.counts(least)) > 1
-        return bool(self.kept["compiles_alike"])
-
-    @property
     def edges(self) -> Tensor:
         """The own edges as a tensor with which any conv runs; see :class:`pyg_dfgnn.graph.ends.PartitionedEdges`."""
-        return self.edge_index if self.group.size == 1 else PartitionedEdges.of(self.edge_index, self)
+        return self.edge_index if self.group.size == 1 else PartitionedEdges.of(self.edge_index, self, is_whole=True)
 
 
 class _Exchange(torch.autograd.Function):
@@ -280,6 +271,8 @@ def parts_of(
     if group.size > 1:
         dist.all_to_all_single(send_index, wanted, send_counts, receive_counts)
     sources = source.split([each.size(1) for each in ends])
+    sizes = [(last - first, own[group.rank + 1] - own[group.rank], each.size(1)) for each, own in zip(ends, bounds)]
+    alike = [min(group.counts(min(each))) > 1 for each in sizes]
     return [
         PartitionedGraph(
             group,
@@ -291,8 +284,9 @@ def parts_of(
             send_index - first,
             send_counts,
             receive_counts,
+            compiles_alike,
         )
-        for ids, each, positions, own in zip(sources, ends, edge_ids, bounds, strict=True)
+        for ids, each, positions, own, compiles_alike in zip(sources, ends, edge_ids, bounds, alike, strict=True)
     ]
 
 

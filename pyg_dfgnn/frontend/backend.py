@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import operator
+import threading
 from collections.abc import Callable, Sequence
 from functools import reduce
 from typing import Any, NamedTuple
@@ -13,6 +14,7 @@ from torch import Tensor
 from torch.fx import Graph, GraphModule, Node
 from torch.nn import Module
 
+from pyg_dfgnn.errors import UnsupportedError
 from pyg_dfgnn.frontend.derived import written_group
 from pyg_dfgnn.frontend.functional import memory_of, name_of, value_of
 from pyg_dfgnn.frontend.importer import WIDE, Draft, expression_of, line_of
@@ -52,6 +54,16 @@ watchers: list[Callable[[Captured], None]] = []
 """Called with what became of each graph that is captured."""
 
 
+class _PartOfThread(threading.local):
+    """The call of this thread.
+
+    Attributes:
+        edges: Its edges of a part; None without.
+    """
+
+    edges: PartitionedEdges | None = None
+
+
 class Compiler:
     """A backend of TorchDynamo: runs programs for the regions on edges of a graph, and torch's operators for all else.
 
@@ -60,15 +72,15 @@ class Compiler:
         on_parts: Whether they are called with edges of parts of graphs, which TorchDynamo is to see as plain tensors.
 
     Attributes:
-        edges: Edges of a part in the call, which the graph gets in the place of the plain ones.
         graphs: What became of the graphs.
         layer: The layer that is being called.
+        of_thread: Edges of a part in this thread's call, which the graph gets in the place of the plain ones.
         turn: Number of its call.
     """
 
     def __init__(self, name: str, on_parts: bool = False) -> None:
         self.name, self.on_parts = name, on_parts
-        self.edges: PartitionedEdges | None = None
+        self.of_thread = _PartOfThread()
         self.graphs: list[Captured] = []
         self.layer: Module | None = None
         self.turn = 0
@@ -91,9 +103,11 @@ class Compiler:
 
     def _with_edges(self, run: Callable[..., Any]) -> Callable[..., Any]:
         def call(*args: Any) -> Any:
-            assert self.edges is not None
-            plain = self.edges.part.edge_index
-            return run(*(self.edges if each is plain else each for each in args))
+            edges = self.of_thread.edges
+            if edges is None:
+                raise UnsupportedError(["its captured forward is called by itself"], "the partitioned graph")
+            plain = edges.part.edge_index
+            return run(*(edges if each is plain else each for each in args))
 
         return call
 

@@ -138,13 +138,14 @@ class Region:
         What is fetched depends on the program alone, so that all processes make the same calls.
         """
         self.reasons, self.turn = (), self.caller.turn
+        if not self.takes_parts or edges.row != 0:
+            self.reasons = (f"{self.line}: it gives numbers to sources, which may be of other processes",)
+            return self.by_torch(*args)
         plain = edges.part.edge_index if edges.is_whole else edges.ids
         _, num_dst, types, inputs = self.read((*args[: self.edges], plain, *args[self.edges + 1 :]))
-        graph = None
-        if self.takes_parts and edges.row == 0:
-            graph = graph_of(self._seen, plain, edges.part.num_sources, num_dst, False, types)
+        graph = graph_of(self._seen, plain, edges.part.num_sources, num_dst, False, types)
         if graph is None:
-            return self.by_torch(*args)
+            return self._by_torch(args, ("the edges are new in a capture",))
         fetched: dict[int, Tensor] = {}
         for name in self.of_sources:
             own = inputs[name]
@@ -162,6 +163,10 @@ class Region:
         with torch.autocast(edges.device.type, enabled=False):
             outputs = run(rows, inputs)
         return self.returned([outputs[name] for name in self.names])
+
+    def forget(self) -> None:
+        """Drop the graphs of earlier calls."""
+        self._seen.clear()
 
     def read(self, args: Sequence[Any]) -> tuple[Any, Any, tuple[Tensor, int] | None, dict[str, Tensor]]:
         """Return the numbers of sources and targets, types with their number, and inputs of a call."""

@@ -17,6 +17,10 @@ from pyg_dfgnn.errors import UnsupportedError
 from pyg_dfgnn.torch_private import DisableTorchFunctionSubclass
 
 
+class PartRefusedError(UnsupportedError):
+    """A layer calls something on its edges that the edges of a part do not know."""
+
+
 class Part(Protocol):
     """A process's part of a graph; see :class:`pyg_dfgnn.distributed.PartitionedGraph`."""
 
@@ -53,28 +57,24 @@ class PartitionedEdges(Tensor):
     Attributes:
         part: The part.
         row: The row that holds the sources; None: all ids are of sources.
+        is_whole: Whether these are all edges of the part, as they are.
     """
 
     part: Part
     row: int | None
+    is_whole: bool
 
     @staticmethod
-    def of(ids: Tensor, part: Part, row: int | None = 0) -> PartitionedEdges:
+    def of(ids: Tensor, part: Part, row: int | None = 0, is_whole: bool = False) -> PartitionedEdges:
         """Return ids as edges of a part, or as sources."""
         edges = ids.as_subclass(PartitionedEdges)
-        edges.part, edges.row = part, row
+        edges.part, edges.row, edges.is_whole = part, row, is_whole
         return edges
 
     @property
     def ids(self) -> Tensor:
         """The ids as a plain tensor."""
         return self.as_subclass(Tensor)
-
-    @property
-    def is_whole(self) -> bool:
-        """Whether these are all edges of the part, as they are."""
-        own = self.part.edge_index
-        return self.row == 0 and self.shape == own.shape and self.data_ptr() == own.data_ptr()
 
     @classmethod
     def __torch_function__(
@@ -102,7 +102,7 @@ def _called(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, A
 
 def _refuse(func: Callable[..., Any]) -> NoReturn:
     name = torch.overrides.resolve_name(func) or getattr(func, "__name__", str(func))
-    raise UnsupportedError([f"a layer calls {name} on its edges, which needs a whole graph"], "the partitioned graph")
+    raise PartRefusedError([f"a layer calls {name} on its edges, which needs a whole graph"], "the partitioned graph")
 
 
 def _plain(value: Any) -> Any:
@@ -168,9 +168,12 @@ def _parted(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, A
 
 def _kept(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Ids in another form."""
-    ids = func(*_plain(args), **_plain(kwargs))
+    given = _plain(args)
+    ids = func(*given, **_plain(kwargs))
     if not isinstance(args[0], PartitionedEdges) or not isinstance(ids, Tensor):
         return ids
+    if ids is given[0]:
+        return args[0]
     return _like(args[0], ids) if ids.dtype in (torch.int64, torch.int32) else ids
 
 

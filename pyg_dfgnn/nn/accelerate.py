@@ -13,6 +13,8 @@ from torch_geometric.nn import MessagePassing
 from torch_geometric.nn.to_hetero_module import ToHeteroLinear
 
 from pyg_dfgnn.fallback import inform
+from pyg_dfgnn.graph.ends import PartitionedEdges
+from pyg_dfgnn.nn.captured_forward import ON_PART
 from pyg_dfgnn.nn.conv.to_hetero import join_relations, split_relations
 from pyg_dfgnn.nn.messages import Mark, describe, standing
 from pyg_dfgnn.nn.owned import OfLayers
@@ -72,6 +74,11 @@ def accelerate(model: Model, *, only: LayerChoice = None, skip: LayerChoice = No
     inner = _checked(model)
     chosen = _chosen(inner, only, skip)
     table = drop_ins()
+    for module in chosen:
+        if type(module) is not (upstream := upstream_of(type(module))) and not _suits(type(module), module):
+            # Made by a name of ours.
+            module.__class__ = upstream
+            set_propagate(module)
     swapped = [module for module in chosen if type(module) in table and _suits(table[type(module)], module)]
     ours = tuple(table.values())
     inside = {part for module in inner.modules() if isinstance(module, ours) for part in module.modules()}
@@ -263,6 +270,9 @@ def describe_plan(
 def _describe(
     module: torch.nn.Module, row: LayerReport, device: torch.device | None, *args: Any, **kwargs: Any
 ) -> Description:
+    is_on_part = any(isinstance(each, PartitionedEdges) for each in (*args, *kwargs.values()))
+    if is_on_part and MARK in module.__dict__:
+        return Description(shown(module), (ON_PART,))
     if MARK in module.__dict__:
         return describe(module, device, *args, **kwargs)
     if not row.drop_in:
@@ -270,7 +280,7 @@ def _describe(
     # Positions and names of the arguments as the forward takes them.
     call = signature(module.forward).bind(*args, **kwargs)
     description: Description = module._describe(device, *call.args, **call.kwargs)  # type: ignore[operator]
-    return description
+    return Description(shown(module), (ON_PART,)) if is_on_part and description.reasons else description
 
 
 def _layers(

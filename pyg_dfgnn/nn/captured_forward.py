@@ -9,15 +9,27 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pyg_dfgnn.errors import IdRangeError, StaleError
+from pyg_dfgnn.errors import IdRangeError, StaleError, UnsupportedError
 from pyg_dfgnn.fallback import NO_DEVICE, report_fallback
 from pyg_dfgnn.frontend import Compiler, Region, captured
-from pyg_dfgnn.graph.ends import PartitionedEdges
+from pyg_dfgnn.graph.ends import PartitionedEdges, PartRefusedError
 from pyg_dfgnn.ops.eager import intercepts_functions, is_eager
 from pyg_dfgnn.ops.relational.backend import backend
 from pyg_dfgnn.settings import current
-from pyg_dfgnn.torch_private import StopRecomputationError, has_any_global_hook, is_tracing, tree_map
+from pyg_dfgnn.torch_private import (
+    RecompileLimitError,
+    StopRecomputationError,
+    has_any_global_hook,
+    is_tracing,
+    tree_map,
+)
 
+WRAPPER = "_pyg_dfgnn_captures"
+"""Attribute of our wrapper around the forward of a class: the class."""
+ERRORS_OF_USERS = (IdRangeError, StaleError, UnsupportedError, torch.OutOfMemoryError, StopRecomputationError)
+"""Errors of a captured forward that are the user's to see, or by which a checkpoint ends its second forward."""
+ON_PART = "on a part of a graph its captured code runs on all processes together; pyg_dfgnn.report tells of its calls"
+"""Said where one process asks what a call on a part would do."""
 NO_GRAPH = "TorchDynamo captures no graph in which edges are gathered and reduced"
 _METHODS = ("propagate", "message", "aggregate", "update", "edge_updater", "edge_update", "message_and_aggregate")
 
@@ -90,8 +102,11 @@ _of_drop_ins: dict[type, Forwards] = {}
 
 
 def clear() -> None:
-    """Forget all captured forwards."""
+    """Forget all captured forwards, and the graphs that their regions keep."""
     for forwards in _every:
+        for forward in forwards.values():
+            for region in (region for graph in forward.compiler.graphs for region in graph.regions):
+                region.forget()
         forwards.clear()
 
 
@@ -140,7 +155,7 @@ def run_on_part(
 ) -> tuple[Any, Forward | None]:
     """Return what a call with the edges of a part of a graph returns, for which programs run too.
 
-    All processes decide alike, since they fetch features of each other.
+    Processes fetch features of each other, so that the state of a layer and of torch has to be alike on all of them.
 
     Args:
         layer: The layer.
@@ -153,7 +168,7 @@ def run_on_part(
         reasons: What is against captured code.
 
     Returns:
-        What the call returns, and the captured forward that ran; None where the layer's own code did.
+        What the call returns, and the captured forward, also one that has failed; None where there is none.
     """
     part: Any = edges.part
     plain, devices, against = part.edge_index, backend().devices, [*reasons]
@@ -170,24 +185,40 @@ def run_on_part(
         report_fallback(
             kind.__name__, against or (forward.reasons() if forward is not None else ["a size is not known"])
         )
-        return own(layer, *args, **kwargs), None
-    compiler = forward.compiler
-    compiler.turn, compiler.layer, compiler.edges = compiler.turn + 1, layer, edges
+        return own(layer, *args, **kwargs), forward
+    compiler, known = forward.compiler, len(forward.compiler.graphs)
+    compiler.turn = turn = compiler.turn + 1
+    compiler.layer, compiler.of_thread.edges = layer, edges
     given = _swapped((of_any_size(args, {}), of_any_size(kwargs, {})), edges, plain)
+    failure: Exception | None = None
     try:
         result = forward.run(layer, *given[0], **given[1])
-    except (IdRangeError, StaleError, torch.OutOfMemoryError, StopRecomputationError):
-        raise
     except Exception as error:
-        forward.failure = f"its captured forward fails on a part ({type(error).__name__}: {error})"
+        if isinstance(error, ERRORS_OF_USERS) and not isinstance(error, PartRefusedError):
+            raise
+        failure = error
     finally:
-        compiler.layer = compiler.edges = None
+        compiler.layer = compiler.of_thread.edges = None
+    if failure is not None:
+        # An error of the layer's own code is raised here.
+        result = own(layer, *args, **kwargs)
+    if isinstance(failure, RecompileLimitError):
+        # Those that are there run on.
+        report_fallback(kind.__name__, ["layers of its size have more captured forwards than TorchDynamo keeps"])
+        return result, forward
+    if failure is not None:
+        line = f"{type(failure).__name__}: {failure}".splitlines()[0]
+        forward.failure = f"its captured forward fails on a part ({line})"
+    elif len(compiler.graphs) > known and _kept_by(layer, plain, edges):
+        forward.failure = "it keeps its edges, which are those of a part"
+    ran = forward.ran(turn)
+    left = [region for region in ran if region.reasons]
     if forward.is_left:
         forward.report()
-    if forward.failure is not None:
-        # An error of the layer's own code is raised here.
-        return own(layer, *args, **kwargs), None
-    return _swapped(result, plain, edges), forward
+    elif left and (len(left) == len(ran) or current().fallback != "error"):
+        # What runs in part is no error.
+        report_fallback(kind.__name__, list(dict.fromkeys(reason for region in left for reason in region.reasons)))
+    return (_swapped(result, plain, edges) if failure is None else result), forward
 
 
 def run_pygs_on_part(
@@ -203,9 +234,20 @@ def run_pygs_on_part(
         edges: As there.
         reasons: As there.
     """
-    kind, own = type(layer), getattr(forward.__func__, "__wrapped__", forward.__func__)
+    kind, own = type(layer), forward.__func__
+    own = own.__wrapped__ if hasattr(own, WRAPPER) else own
     forwards = _of_drop_ins.setdefault(kind, Forwards())
     return run_on_part(layer, kind, own, forwards, args, kwargs, edges, reasons)[0]
+
+
+def _kept_by(layer: Any, plain: Tensor, edges: PartitionedEdges) -> bool:
+    """Return whether a layer has kept plain edges as an attribute, where those of the part are put."""
+    found = False
+    for module in layer.modules():
+        for name, value in vars(module).items():
+            if value is plain:
+                vars(module)[name], found = edges, True
+    return found
 
 
 def _swapped(value: Any, old: Tensor, new: Tensor) -> Any:

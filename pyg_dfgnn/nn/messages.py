@@ -17,16 +17,26 @@ from torch import Tensor
 
 from pyg_dfgnn.dispatch.core import fused_device_types
 from pyg_dfgnn.dispatch.traversal import storage_reasons
-from pyg_dfgnn.errors import IdRangeError, StaleError, UnsupportedError
 from pyg_dfgnn.fallback import CPU, NO_DEVICE, SMALL, report_fallback
 from pyg_dfgnn.graph import Graph
 from pyg_dfgnn.graph.ends import PartitionedEdges
+from pyg_dfgnn.graph.forms import INDEX_DTYPES
 from pyg_dfgnn.ir.domains import E
 from pyg_dfgnn.ir.index_space import IndexSpace
 from pyg_dfgnn.ir.lowering import Lowered, lower
 from pyg_dfgnn.ir.program import Program
 from pyg_dfgnn.ir.register_layout import LoweringError
-from pyg_dfgnn.nn.captured_forward import Forward, Forwards, clear, forward_of, of_any_size, run_on_part, torch_reasons
+from pyg_dfgnn.nn.captured_forward import (
+    ERRORS_OF_USERS,
+    WRAPPER,
+    Forward,
+    Forwards,
+    clear,
+    forward_of,
+    of_any_size,
+    run_on_part,
+    torch_reasons,
+)
 from pyg_dfgnn.nn.conv_call import edges_in_flow
 from pyg_dfgnn.nn.gate import hooks_of, lacks_kernels
 from pyg_dfgnn.nn.registry import MARK, Description, copied, shown
@@ -45,16 +55,11 @@ from pyg_dfgnn.ops.relational.backend import (
 from pyg_dfgnn.ops.relational.program import ALL_PASSES
 from pyg_dfgnn.ops.visits import is_new_tensor, step
 from pyg_dfgnn.settings import current, local_settings
-from pyg_dfgnn.torch_private import StopRecomputationError
 
 __all__ = ["Mark", "clear", "describe", "interpreted", "lowered", "standing"]
 
-WRAPPER = "_pyg_dfgnn_captures"
-"""Attribute of our wrapper around the forward of a class: the class."""
 UNCALLED = "its first call tells what of it becomes programs"
 """Said of a layer of which nothing is known before."""
-_ERRORS = (IdRangeError, StaleError, UnsupportedError, torch.OutOfMemoryError, StopRecomputationError)
-"""Errors of a captured forward that are the user's to see, or by which a checkpoint ends its second forward."""
 _TENSORS = (Tensor, torch.nn.Parameter)
 
 
@@ -90,8 +95,7 @@ class Mark:
         edges, has_others, values = None, False, (*args, *kwargs.values()) if kwargs else args
         for value in values:
             if type(value) is Tensor:
-                # Features, which come first, are told by their dtype at once.
-                if edges is None and not value.is_floating_point() and value.dim() == 2 and value.size(0) == 2:
+                if edges is None and value.dtype in INDEX_DTYPES and value.dim() == 2 and value.size(0) == 2:
                     edges = value
             elif isinstance(value, PartitionedEdges):
                 self.parts = _parts_of(layer)
@@ -105,14 +109,14 @@ class Mark:
                 return self.call(layer, own, forwards, args, kwargs)
             elif value is not None:
                 has_others = True
-        under, count, is_left = current(), None, False
+        under, may_be_few, is_left = current(), False, False
         if not under.compile_messages or step.is_refilled:
             return own(layer, *args, **kwargs)
         if edges is not None and edges.is_cuda:
-            # As `may_be_few` does: each function that a call enters costs the host.
-            if under.leaves_few and edges.layout is torch.strided:
-                count = edges.size(1)
-                is_left = count <= self.few or is_new_tensor(layer, edges)
+            # As the function of this name does: each one that a call enters costs the host.
+            may_be_few = under.leaves_few and edges.layout is torch.strided
+            is_few = may_be_few and self.few >= 0 and edges.size(1) <= self.few
+            is_left = is_few or (may_be_few and is_new_tensor(layer, edges, under=under))
         elif edges is not None and backend().devices is not None and lacks_kernels(edges):
             report_fallback(self.kind.__name__, CPU)
             is_left = True
@@ -146,7 +150,7 @@ class Mark:
         failure: Exception | None = None
         try:
             result = forward.run(layer, *args, **kwargs)
-        except _ERRORS:
+        except ERRORS_OF_USERS:
             raise
         except Exception as error:
             failure = error
@@ -164,8 +168,8 @@ class Mark:
             if self.is_left:
                 forward.report()
         ran = forward.ran(turn)
-        if count is not None and ran and all(region.is_small for region in ran):
-            self.few = count
+        if edges is not None and may_be_few and ran and all(region.is_small for region in ran):
+            self.few = edges.size(1)
         elif ran and all(region.is_refused for region in ran) and not may_run_again(layer.training):
             self.refused.add(_call_of(layer, values))
         return result
@@ -277,7 +281,8 @@ def standing(layer: Any) -> tuple[bool, list[str]]:
         return True, reasons or [UNCALLED]
     told = [reason for graph in forward.compiler.graphs for region in graph.regions for reason in region.reasons]
     told = [reason for reason in told if reason != NO_DEVICE]
-    return not mark.is_left, list(dict.fromkeys([*forward.reasons(), *told, *reasons]))
+    is_left = forward.is_left if forward is mark.on_part else mark.is_left
+    return not is_left, list(dict.fromkeys([*forward.reasons(), *told, *reasons]))
 
 
 def describe(layer: Any, device: torch.device | None, *args: Any, **kwargs: Any) -> Description:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from pyg_dfgnn.graph.unmeasured import VISITS
 from pyg_dfgnn.ops.graph import may_run_again
-from pyg_dfgnn.settings import current
+from pyg_dfgnn.settings import Settings, current
 
 _MOST_TENSORS = 64
 _MANY_EDGES = 1 << 20
@@ -115,17 +115,27 @@ def is_new(layer: torch.nn.Module, edges: Any, kind: str = "", turn: int | None 
     return is_new_tensor(layer, edges, kind, turn)
 
 
-def is_new_tensor(layer: torch.nn.Module, edges: Tensor, kind: str = "", turn: int | None = None) -> bool:
-    """Return what :func:`is_new` does, of a tensor where torch.compile does not trace."""
+def is_new_tensor(
+    layer: torch.nn.Module, edges: Tensor, kind: str = "", turn: int | None = None, under: Settings | None = None
+) -> bool:
+    """Return what :func:`is_new` does, of a tensor where torch.compile does not trace.
+
+    Args:
+        layer: The layer; `edges`, `kind` and `turn` are as there.
+        edges: The tensor.
+        kind: Which call of the layer this is.
+        turn: Number of the forward.
+        under: The settings in force, where they and the tensor are known to let PyG's code take few edges.
+    """
     global _last
     if step.is_refilled:
         return True
-    visitor, settings = (id(layer), kind), current()
-    tensor, first, owner, under = _last
+    visitor, settings = (id(layer), kind), current() if under is None else under
+    tensor, first, owner, then = _last
     # The layers of a model ask about one tensor in turn.
-    if tensor() is edges and first != visitor and under is settings and owner() is not None:
+    if tensor() is edges and first != visitor and then is settings and owner() is not None:
         return True
-    if edges.dim() == 0 or not may_be_few(edges):
+    if edges.dim() == 0 or (under is None and not may_be_few(edges)):
         return False
     count = edges.size(-1)
     if count >= _MANY_EDGES:

@@ -304,3 +304,19 @@ def test_unknown_attribute():
     with pytest.raises(AttributeError, match="nothing"):
         pyg_dfgnn.nothing  # noqa: B018
     assert {"Graph", "accelerate", "settings"} <= set(dir(pyg_dfgnn))
+
+
+def gated(nn):
+    return nn.ResGatedGraphConv(4, 4, edge_dim=3)
+
+
+def of_two_layers(nn):
+    return nn.PNAConv(4, 4, ["sum"], ["identity"], torch.ones(9), pre_layers=2)
+
+
+@pytest.mark.parametrize("make", [gated, of_two_layers])
+def test_layers_without_kernels_are_compiled_by_whatever_name_they_were_made(make):
+    for nn in (pyg, ours):
+        layer = pyg_dfgnn.accelerate(make(nn))
+        (row, *_) = pyg_dfgnn.report(layer)
+        assert row.compiled and type(layer).__module__.startswith("torch_geometric")
