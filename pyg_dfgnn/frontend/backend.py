@@ -175,7 +175,9 @@ def _region(partition: Partition, draft: Draft, name: str) -> tuple[Region, list
     program = tidy(tracer.builder.build(name, outputs))
     arguments = partition.needed(draft)
     inputs = {name: draft.sources[name] for name in program.features}
-    kinds = {dtype for node, _ in inputs.values() if (dtype := value_of(node).dtype).is_floating_point}
+    floats = [value for value in (value_of(node) for node, _ in inputs.values()) if value.is_floating_point()]
+    # A single number, such as one of NumPy, takes the dtype of what has dimensions.
+    kinds = {value.dtype for value in floats if value.dim()} or {value.dtype for value in floats}
     if not kinds:
         raise TraceError("no features are read on edges")
     dtype = reduce(torch.promote_types, kinds)

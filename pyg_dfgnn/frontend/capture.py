@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import logging
+import os
 import re
 from collections import Counter
 from collections.abc import Callable
 from contextlib import ExitStack
+from pathlib import Path
 from types import CodeType, FunctionType
 from typing import Any
 
@@ -35,6 +37,8 @@ DYNAMO: dict[str, Any] = {
 }
 """Settings of TorchDynamo while a layer is compiled; users' own graphs are compiled by theirs."""
 _MOST_ERRORS = 3
+_OPS = tuple(str(Path(__file__).parents[1] / room) + os.sep for room in ("ops", "ir", "graph", "runtime", "dispatch"))
+"""Folders of code that is called while a forward runs, such as by gradients that it computes, and is no part of it."""
 _logger = logging.getLogger("pyg_dfgnn")
 # Dynamo is to print no traceback of code that it cannot capture, and that runs as it is.
 for _name in ("_dynamo.convert_frame", "_subclasses.fake_tensor"):
@@ -60,6 +64,8 @@ class _Configured:
         self._torchdynamo_orig_backend = callback
 
     def __call__(self, frame: Any, *args: Any, **kwargs: Any) -> Any:
+        if frame.f_code.co_filename.startswith(_OPS):
+            return ConvertFrameReturn()
         with ExitStack() as settings:
             settings.enter_context(dynamo_config.patch(DYNAMO))
             settings.enter_context(shapes_config.patch(use_duck_shape=False))  # type: ignore[attr-defined]

@@ -43,6 +43,11 @@ _RANDOM = re.compile(
 """Names of functions whose order matters: those that draw, check, or write to running statistics."""
 
 
+_ARITHMETIC = frozenset("add sub mul truediv div true_divide pow".split())
+_OF_NUMBERS = _ARITHMETIC | frozenset("neg sqrt rsqrt exp log log2 power tensor as_tensor scalar_tensor".split())
+"""Functions that make a number of numbers."""
+
+
 class Effects(NamedTuple):
     """Effects in a graph, whose order must stay.
 
@@ -303,6 +308,34 @@ def detach_no_grad(graph: Graph, is_enabled: bool) -> None:
                     detached[operand].meta["example_value"] = value.detach()
                     detached[operand].stack_trace = node.stack_trace
                 node.replace_input_with(operand, detached[operand])
+
+
+def fold_numbers(graph: Graph) -> None:
+    """Put numbers in the place of tensors that are made of numbers alone, such as NumPy's, where arithmetic reads them.
+
+    They are on a CPU, whatever the features are on.
+    """
+    known = dict[Node, Tensor]()
+    for node in list(graph.nodes):
+        name = name_of(node).removeprefix("wrapped_")
+        if not node.op.startswith("call_") or node.kwargs or name not in _OF_NUMBERS:
+            continue
+        operands = [known.get(arg, arg) if isinstance(arg, Node) else arg for arg in node.args]
+        if all(type(operand) in (int, float, Tensor) for operand in operands):
+            function = getattr(Tensor, node.target) if isinstance(node.target, str) else node.target
+            try:
+                value = function(*operands)
+            except (ArithmeticError, TypeError, ValueError):
+                continue
+            if isinstance(value, Tensor) and value.dim() == 0 and value.is_floating_point():
+                known[node] = value
+        elif name in _ARITHMETIC and any(arg in known for arg in node.all_input_nodes):
+            others = [value_of(arg) for arg in node.all_input_nodes if arg not in known]
+            if all(isinstance(other, Tensor) and other.is_floating_point() and other.dim() for other in others):
+                node.args = map_arg(node.args, lambda arg: known[arg].item() if arg in known else arg)
+    for node in reversed(known):
+        if not node.users:
+            graph.erase_node(node)
 
 
 def fold_sizes(graph: Graph) -> None:

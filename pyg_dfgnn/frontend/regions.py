@@ -13,7 +13,15 @@ from torch import Tensor
 from torch.fx import Graph, Node
 
 from pyg_dfgnn.frontend.derived import derived_nodes
-from pyg_dfgnn.frontend.functional import Effects, detach_no_grad, fold_sizes, functionalise, name_of, value_of
+from pyg_dfgnn.frontend.functional import (
+    Effects,
+    detach_no_grad,
+    fold_numbers,
+    fold_sizes,
+    functionalise,
+    name_of,
+    value_of,
+)
 from pyg_dfgnn.frontend.importer import (
     CONSTANTS,
     FILLS,
@@ -150,6 +158,7 @@ class Partition:
     ) -> None:
         self.graph, self.autocast, self.device = graph, autocast, device
         detach_no_grad(graph, torch.is_grad_enabled())
+        fold_numbers(graph)
         fold_sizes(graph)
         self.effects: Effects = functionalise(graph)
         for node in graph.nodes:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import dis
 import weakref
 from collections.abc import Callable, Sequence
+from itertools import takewhile
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch_geometric.nn import MessagePassing
 
 from pyg_dfgnn.errors import IdRangeError, StaleError, UnsupportedError
 from pyg_dfgnn.fallback import NO_DEVICE, report_fallback
@@ -31,6 +34,8 @@ ERRORS_OF_USERS = (IdRangeError, StaleError, UnsupportedError, torch.OutOfMemory
 ON_PART = "on a part of a graph its captured code runs on all processes together; pyg_dfgnn.report tells of its calls"
 """Said where one process asks what a call on a part would do."""
 NO_GRAPH = "TorchDynamo captures no graph in which edges are gathered and reduced"
+_TRIALS = 3
+"""Calls of new graphs that are undone where they fail."""
 _METHODS = ("propagate", "message", "aggregate", "update", "edge_updater", "edge_update", "message_and_aggregate")
 
 
@@ -45,6 +50,8 @@ class Forward:
     Attributes:
         compiler: What has compiled its graphs.
         run: The captured function.
+        deleted: Attributes that a call deletes of the layer.
+        calls: Number of calls since its last graph was captured.
         failure: The reason why it is not run any more: an error that the layer's own code does not raise.
         methods: The methods of the class that PyG calls, which TorchDynamo takes for what never changes.
         in_chunks: Whether networks on edges are parts of programs, which run in chunks.
@@ -54,6 +61,7 @@ class Forward:
         self.compiler = Compiler(kind.__name__, on_parts)
         self.run = captured(own, self.compiler, whole=on_parts)
         self.methods, self.in_chunks = _methods(kind), current().edge_chunks
+        self.deleted, self.calls = _deleted(kind), 0
         self.failure: str | None = None
 
     @property
@@ -85,6 +93,48 @@ class Forward:
 
 def _methods(kind: type) -> list[Any]:
     return [getattr(kind, name, None) for name in _METHODS]
+
+
+def before_call(layer: Any, forward: Forward) -> Callable[[], None] | None:
+    """Prepare a layer for a call of its captured forward; return what undoes the call while its graphs are on trial.
+
+    Where the call fails after a part of it has run, the layer's own code runs, and is not to find batch statistics and
+    generators that have moved on.
+    """
+    for name in forward.deleted:
+        # TorchDynamo replays the deletion of what a call makes and deletes without making it.
+        layer.__dict__.setdefault(name, None)
+    if forward.calls >= _TRIALS:
+        return None
+    buffers = [(buffer, buffer.detach().clone()) for buffer in layer.buffers()]
+    devices = {buffer.device for buffer in (*layer.parameters(), *layer.buffers()) if buffer.is_cuda}
+    if devices and torch.cuda.is_current_stream_capturing():
+        return None
+    state = torch.get_rng_state()
+    states = {device: torch.cuda.get_rng_state(device) for device in devices}
+
+    def undo() -> None:
+        with torch.no_grad():
+            for buffer, then in buffers:
+                buffer.copy_(then)
+        torch.set_rng_state(state)
+        for device, own in states.items():
+            torch.cuda.set_rng_state(own, device)
+
+    return undo
+
+
+def _deleted(kind: type) -> tuple[str, ...]:
+    """Return the attributes that functions of a layer's class delete of the layer."""
+    names = dict[str, None]()
+    for base in takewhile(lambda base: base not in (MessagePassing, torch.nn.Module), kind.__mro__):
+        for function in vars(base).values():
+            code: Any = getattr(function, "__code__", None)
+            steps = list(dis.get_instructions(code)) if code is not None and code.co_varnames else []
+            for before, step in zip(steps, steps[1:]):
+                if step.opname == "DELETE_ATTR" and before.argval == code.co_varnames[0]:
+                    names[step.argval] = None
+    return tuple(names)
 
 
 class Forwards(dict[Any, Forward]):
@@ -190,6 +240,7 @@ def run_on_part(
     compiler.turn = turn = compiler.turn + 1
     compiler.layer, compiler.of_thread.edges = layer, edges
     given = _swapped((of_any_size(args, {}), of_any_size(kwargs, {})), edges, plain)
+    undo = before_call(layer, forward)
     failure: Exception | None = None
     try:
         result = forward.run(layer, *given[0], **given[1])
@@ -199,7 +250,10 @@ def run_on_part(
         failure = error
     finally:
         compiler.layer = compiler.of_thread.edges = None
+    forward.calls = forward.calls + 1 if len(compiler.graphs) == known else 0
     if failure is not None:
+        if undo is not None:
+            undo()
         # An error of the layer's own code is raised here.
         result = own(layer, *args, **kwargs)
     if isinstance(failure, RecompileLimitError):

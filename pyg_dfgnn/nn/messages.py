@@ -31,6 +31,7 @@ from pyg_dfgnn.nn.captured_forward import (
     WRAPPER,
     Forward,
     Forwards,
+    before_call,
     clear,
     forward_of,
     of_any_size,
@@ -147,7 +148,7 @@ class Mark:
         # The layers of a size have one forward, whose graphs each call of any of them may run.
         forward.compiler.turn = turn = forward.compiler.turn + 1
         forward.compiler.layer = layer
-        failure: Exception | None = None
+        undo, failure = before_call(layer, forward), None
         try:
             result = forward.run(layer, *args, **kwargs)
         except ERRORS_OF_USERS:
@@ -157,14 +158,17 @@ class Mark:
         finally:
             forward.compiler.layer = None
         if failure is not None:
+            if undo is not None:
+                undo()
             # An error of the layer's own code is raised here.
             result = own(layer, *own_arguments[0], **own_arguments[1])
             forward.failure = f"its captured forward fails ({type(failure).__name__}: {failure})"
             self.seen, self.is_left = len(forward.compiler.graphs), True
             forward.report()
             return result
+        forward.calls += 1
         if self.seen != len(forward.compiler.graphs):
-            self.seen, self.is_left = len(forward.compiler.graphs), forward.is_left
+            forward.calls, self.seen, self.is_left = 0, len(forward.compiler.graphs), forward.is_left
             if self.is_left:
                 forward.report()
         ran = forward.ran(turn)
