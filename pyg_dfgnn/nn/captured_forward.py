@@ -84,7 +84,12 @@ class Forward:
             return [self.failure]
         graphs = self.compiler.graphs
         reasons = list(dict.fromkeys(reason for graph in graphs for reason in graph.reasons))
-        return reasons or ([NO_GRAPH] if self.is_left else [])
+        every, inside = (sum(graph.counts[k] for graph in graphs) for k in (0, 1))
+        if not reasons and self.is_left:
+            reasons.append(NO_GRAPH)
+        elif not reasons and every > inside:
+            reasons.append(f"{every - inside} of {every} gathers and reductions by edges stay PyTorch's")
+        return reasons
 
     def report(self) -> None:
         """Say why the layer's own code runs."""

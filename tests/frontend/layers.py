@@ -390,3 +390,10 @@ class SharesWeightsOfTheOtherDirection(Sum):
 
     def message(self, x_j, edge):
         return x_j * edge
+
+
+@layer(FUSED)
+class OperandsByName(Sum):
+    def message(self, x_i, x_j):
+        both = torch.cat(tensors=[x_i[:, :4], x_j[:, 4:]], dim=-1)
+        return torch.clamp(input=both, min=-0.5) * torch.sigmoid(input=x_j)

@@ -10,6 +10,7 @@ import torch_geometric.nn as pyg
 import pyg_dfgnn
 import pyg_dfgnn.nn as ours
 from pyg_dfgnn.graph.derived import in_units
+from pyg_dfgnn.nn import messages
 from pyg_dfgnn.nn.conv.normalized import NormalizedConv
 from pyg_dfgnn.nn.messages import UNCALLED
 from pyg_dfgnn.ops import gemm
@@ -425,3 +426,26 @@ def test_layers_without_parameters_are_on_the_device_of_the_model():
         assert [row.why for row in pyg_dfgnn.report(model)] == [""] * 3
     # Nothing tells where an aggregation by itself will run.
     assert pyg_dfgnn.report(layers[0])[0].why == ""
+
+
+class NormedMessages(pyg.MessagePassing):
+    """Messages through batch norm, which stays PyTorch's in training."""
+
+    def __init__(self):
+        super().__init__(aggr="add")
+        self.norm = torch.nn.BatchNorm1d(4)
+
+    def forward(self, x, edge_index):
+        return self.propagate(edge_index, x=x)
+
+    def message(self, x_i, x_j):
+        return self.norm(x_i * x_j)
+
+
+def test_a_layer_in_part_says_how_much_stays_pytorchs():
+    layer = pyg_dfgnn.accelerate(NormedMessages())
+    x, edge_index = torch.randn(6, 4), torch.randint(6, (2, 20))
+    with messages.interpreted():
+        layer(x, edge_index)
+    assert "2 of 3 gathers and reductions by edges stay PyTorch's" in pyg_dfgnn.report(layer)[0].why
+    assert "stay PyTorch's" in str(pyg_dfgnn.describe_plan(layer, x, edge_index, device="cuda"))

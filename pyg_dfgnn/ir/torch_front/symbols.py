@@ -343,6 +343,9 @@ class Tracer(TorchFunctionMode):
         elif kwargs.get("inplace"):
             in_place = True
         kwargs = {key: value for key, value in kwargs.items() if key not in ("inplace", "out") or value is None}
+        if not args and "input" in kwargs:
+            # The first operand of torch's functions by its name.
+            args = (kwargs.pop("input"),)
         if kwargs.pop("out", None) is not None:
             raise self.stop(f"`out=` of {name}")
         base = base.strip("_")
