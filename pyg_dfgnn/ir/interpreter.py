@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from pyg_dfgnn.errors import check_device, check_dtype, check_shape, check_tensor
-from pyg_dfgnn.ir.domains import Domain, One
+from pyg_dfgnn.ir.domains import D, Domain, E, One, S
 from pyg_dfgnn.ir.index_space import IndexSpace
 from pyg_dfgnn.ir.pointwise import POINTWISE
 from pyg_dfgnn.ir.program import Program, Shape, Value
@@ -259,9 +259,23 @@ def _largest(x: Tensor, index: Tensor, size: int) -> Tensor:
     return x.new_zeros(size, *x.shape[1:]).scatter_reduce(0, index, x, "amax", include_self=False)
 
 
+def _lengths(rows: IndexSpace, domain: Domain, over: Domain) -> Tensor:
+    """Return how many rows of `over` each row of a domain has."""
+    if over is E and domain in (S, D):
+        # Of the sorted edges, for which no device is waited for.
+        return rows.adjacency(domain, over).rowptr.diff()
+    return torch.bincount(rows.index(over, domain), minlength=rows.sizes[domain])
+
+
 def _count(value: Value, operands: list[tuple[Value, Tensor]], rows: IndexSpace, like: Tensor) -> Tensor:
     domain, over = value.attrs
-    return torch.bincount(rows.index(over, domain), minlength=rows.sizes[domain]).clamp(min=1).to(like.dtype)
+    return _lengths(rows, domain, over).clamp(min=1).to(like.dtype)
+
+
+def _is_used(value: Value, operands: list[tuple[Value, Tensor]], rows: IndexSpace, like: Tensor) -> Tensor:
+    """1 for rows that have any of those that are ranged over, 0 for the others."""
+    domain, over = value.attrs
+    return (_lengths(rows, domain, over) > 0).to(like.dtype)
 
 
 def _outer(value: Value, operands: list[tuple[Value, Tensor]], rows: IndexSpace, like: Tensor) -> Tensor:
@@ -292,6 +306,7 @@ _REDUCTIONS: dict[str, Callable[..., Any]] = {
     "sum": _sum,
     "max": _max,
     "count": _count,
+    "is_used": _is_used,
     "outer": _outer,
     "softmax": _softmax,
 }

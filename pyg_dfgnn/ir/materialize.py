@@ -81,7 +81,7 @@ class Materialization:
         if value.op in ("input", "const"):
             return value.op
         if value.op in REDUCTIONS and value.attrs[1] not in FEW:
-            if value.op == "count":
+            if value.op in ("count", "is_used"):
                 return "static"
             if value.op == "sum" and value.domain is One and self.kinds[self.base(value.args[0])] in _STORED:
                 # One row of very many terms, which torch shares out better.

@@ -44,7 +44,7 @@ from pyg_dfgnn.ir.domains import Domain, One, determines, join
 from pyg_dfgnn.ir.pointwise import POINTWISE
 
 Shape = tuple[int, ...]
-REDUCTIONS = ("sum", "max", "count", "outer")
+REDUCTIONS = ("sum", "max", "count", "is_used", "outer")
 SEED = "@seed"
 """Name of the seed of a program; no argument and no parameter has it."""
 RANGED = (*REDUCTIONS, "softmax")
@@ -79,7 +79,7 @@ class Value:
         return " ".join([self.op, *(f"%{arg}" for arg in self.args), *attrs])
 
 
-_NON_DIFFERENTIABLE = frozenset({"detach", "greater", "eq", "heaviside", "in_range", "count", "dropout_mask"})
+_NON_DIFFERENTIABLE = frozenset("detach greater eq heaviside in_range count is_used dropout_mask".split())
 """Operators whose results torch gives no gradient."""
 
 
@@ -234,7 +234,7 @@ def _shape(op: str, args: Sequence[Value], attrs: tuple[Any, ...]) -> Shape:
         return (attrs[0], *shapes[0])
     if op == "pad":
         return shapes[0][:-1] + (sum(attrs) + shapes[0][-1],)
-    return () if op in ("const", "count") else shapes[0]
+    return () if op in ("const", "count", "is_used") else shapes[0]
 
 
 def _domain(op: str, args: Sequence[Value], attrs: tuple[Any, ...]) -> Domain:

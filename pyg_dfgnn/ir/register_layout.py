@@ -274,7 +274,7 @@ class _Inference:
     def _operands(self, i: int, labels: tuple[str, ...], form: str) -> Iterator[tuple[int, tuple[str, ...]]]:
         """The operands of a value with their labels."""
         value, values = self.program.values[i], self.program.values
-        if value.op in ("input", "const", "count", "dropout_mask"):
+        if value.op in ("input", "const", "count", "is_used", "dropout_mask"):
             return
         for arg in value.args:
             shape = values[arg].shape

@@ -8,6 +8,7 @@ import torch
 import torch_geometric.nn as pyg
 from torch.utils.checkpoint import checkpoint
 from torch_geometric.nn import MessagePassing
+from torch_geometric.utils import degree
 
 from pyg_dfgnn import report
 from pyg_dfgnn.nn import accelerate
@@ -203,3 +204,32 @@ def test_numbers_of_numpy_and_of_tensors_are_numbers():
     with emulated_device() as launched, local_settings(fallback="silent"):
         torch.testing.assert_close(marked(x, edge_index), layer(x, edge_index), **elementwise("float32"))
         assert launched == ["relational_traversal"]
+
+
+class Normalised(MessagePassing):
+    """Messages over a degree of their source, which is infinite at nodes that send none."""
+
+    def __init__(self):
+        super().__init__(aggr="add")
+        self.lin = torch.nn.Linear(4, 4)
+
+    def forward(self, x, edge_index):
+        factor = degree(edge_index[0], x.size(0), x.dtype).reciprocal().view(-1, 1)
+        return self.propagate(edge_index, x=x, factor=factor) + self.propagate(edge_index, x=x, factor=factor.sqrt())
+
+    def message(self, x_j, factor_j):
+        return self.lin(factor_j * x_j)
+
+
+@needs_compiler
+def test_an_infinite_factor_of_a_node_without_edges_reaches_no_gradient():
+    layer, x, edge_index = Normalised(), torch.randn(9, 4), torch.randint(5, (2, 20))
+    marked, results = accelerate(copy.deepcopy(layer)), []
+    for each in (marked, layer.double()):
+        given = x.to(each.lin.weight.dtype).requires_grad_()
+        with emulated_device() as launched:
+            out = each(given, edge_index)
+            gradients = torch.autograd.grad(out.square().sum(), [given, *each.parameters()])
+        results.append([out.double(), *(gradient.double() for gradient in gradients)])
+        assert launched or each is layer
+    torch.testing.assert_close(*results, **elementwise("float32"))

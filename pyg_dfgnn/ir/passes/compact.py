@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from math import prod
 
-from pyg_dfgnn.ir.domains import Domain, E, U, V, join
+from pyg_dfgnn.ir.domains import D, Domain, E, S, U, V, join
 from pyg_dfgnn.ir.program import RANGED, Builder, Program, Value, rewrite
 
 MOST_PAIRS = 0.8
@@ -42,6 +43,8 @@ def compact(program: Program, sizes: Mapping[Domain, int], most_pairs: float = M
         domain = join(*(builder.values[arg].domain for arg in args))
         if value.op not in _KINDS and domain not in (U, V):
             domain = join(domain, value.domain)
+        if value.op == "mul" and value.domain is E and domain in (S, D):
+            args = [_of_nodes_with_edges(builder, arg) for arg in args]
         return builder.copy(value, args, E if domain in lifted and i not in pinned else domain)
 
     return rewrite(program, rule)
@@ -50,6 +53,18 @@ def compact(program: Program, sizes: Mapping[Domain, int], most_pairs: float = M
 def decompact(program: Program) -> Program:
     """Return the program with every value on pairs computed per edge, as without compact materialisation."""
     return compact(program, {U: 1, V: 1, E: 1}, most_pairs=0.0)
+
+
+def _of_nodes_with_edges(builder: Builder, i: int) -> int:
+    """Return factors of nodes with 0 for those without edges, of which users' code reads none.
+
+    They may be infinite, such as one over a degree, and a gradient of 0 times that is no number.
+    """
+    value = builder.values[i]
+    if value.domain not in (S, D) or prod(value.shape) != 1:
+        return i
+    is_used = builder.emit("view", builder.emit("is_used", attrs=(value.domain, E)), attrs=(value.shape,))
+    return builder.emit("where", is_used, i, builder.emit("const", attrs=(0.0,)))
 
 
 def _through_gather(builder: Builder, i: int) -> int:

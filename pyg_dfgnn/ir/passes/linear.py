@@ -43,7 +43,7 @@ def scale_first(program: Program) -> Program:
         if values[inner].op != "linear" or uses[inner] > 1 or prod(values[scale].shape) > 1:
             return None
         ancestors = Program("", values, (("", scale),)).live
-        if any(values[j].op in RANGED and values[j].op != "count" for j in ancestors):
+        if any(values[j].op in RANGED and values[j].op not in ("count", "is_used") for j in ancestors):
             return None
         x, w = values[inner].args
         is_sum = values[x].op == "sum" and uses[x] == 1 and values[x].domain is value.domain
