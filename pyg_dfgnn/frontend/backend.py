@@ -72,6 +72,7 @@ class Compiler:
         on_parts: Whether they are called with edges of parts of graphs, which TorchDynamo is to see as plain tensors.
 
     Attributes:
+        breaks: Lines of users' code at which TorchDynamo has ended a graph.
         graphs: What became of the graphs.
         layer: The layer that is being called.
         of_thread: Edges of a part in this thread's call, which the graph gets in the place of the plain ones.
@@ -81,6 +82,7 @@ class Compiler:
     def __init__(self, name: str, on_parts: bool = False) -> None:
         self.name, self.on_parts = name, on_parts
         self.of_thread = _PartOfThread()
+        self.breaks: list[str] = []
         self.graphs: list[Captured] = []
         self.layer: Module | None = None
         self.turn = 0

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from pyg_dfgnn.frontend.backend import Compiler
+from pyg_dfgnn.frontend.importer import is_users, place_of
 from pyg_dfgnn.ops.visits import capturing, step
 from pyg_dfgnn.torch_private import (
     ConvertFrameReturn,
@@ -39,6 +40,8 @@ DYNAMO: dict[str, Any] = {
 _MOST_ERRORS = 3
 _OPS = tuple(str(Path(__file__).parents[1] / room) + os.sep for room in ("ops", "ir", "graph", "runtime", "dispatch"))
 """Folders of code that is called while a forward runs, such as by gradients that it computes, and is no part of it."""
+_RESUMED = re.compile(r"torch_dynamo_resume_in_\w+_at_(\d+)")
+"""Name of the code behind a break of a graph, with the line of the break."""
 _logger = logging.getLogger("pyg_dfgnn")
 # Dynamo is to print no traceback of code that it cannot capture, and that runs as it is.
 for _name in ("_dynamo.convert_frame", "_subclasses.fake_tensor"):
@@ -64,8 +67,11 @@ class _Configured:
         self._torchdynamo_orig_backend = callback
 
     def __call__(self, frame: Any, *args: Any, **kwargs: Any) -> Any:
-        if frame.f_code.co_filename.startswith(_OPS):
+        file, resumed = frame.f_code.co_filename, _RESUMED.fullmatch(frame.f_code.co_name)
+        if file.startswith(_OPS):
             return ConvertFrameReturn()
+        if resumed and is_users(file):
+            self.compiler.breaks.append(place_of(file, int(resumed[1])))
         with ExitStack() as settings:
             settings.enter_context(dynamo_config.patch(DYNAMO))
             settings.enter_context(shapes_config.patch(use_duck_shape=False))  # type: ignore[attr-defined]

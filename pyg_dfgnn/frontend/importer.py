@@ -59,13 +59,22 @@ def line_of(node: Node) -> str:
     """Return the line of a user's code that a node comes from, with its text; of PyG's where there is no other."""
     frames = [(file, int(line)) for file, line in _FILE.findall(node.stack_trace or "")]
     frames = [frame for frame in frames if not _GENERATED.search(frame[0])]
-    own = [frame for frame in frames if not any(part in frame[0] for part in _LIBRARIES)]
+    own = [frame for frame in frames if is_users(frame[0])]
     of_pyg = [frame for frame in frames if "/torch_geometric/nn/" in frame[0]]
     # The last comes after the one that called it.
     found = own or of_pyg or frames
     if not found:
         return "the call"
-    file, line = found[-1]
+    return place_of(*found[-1])
+
+
+def is_users(file: str) -> bool:
+    """Return whether a file is a user's, and no library's."""
+    return not any(part in file for part in _LIBRARIES)
+
+
+def place_of(file: str, line: int) -> str:
+    """Return a line of a file with its text."""
     return f"{'/'.join(file.split('/')[-2:])}:{line} `{linecache.getline(file, line).strip()}`"
 
 

@@ -86,7 +86,8 @@ class Forward:
         reasons = list(dict.fromkeys(reason for graph in graphs for reason in graph.reasons))
         every, inside = (sum(graph.counts[k] for graph in graphs) for k in (0, 1))
         if not reasons and self.is_left:
-            reasons.append(NO_GRAPH)
+            breaks = self.compiler.breaks
+            reasons.append(f"{NO_GRAPH}; it ends one at {breaks[0]}" if breaks else NO_GRAPH)
         elif not reasons and every > inside:
             reasons.append(f"{every - inside} of {every} gathers and reductions by edges stay PyTorch's")
         return reasons

@@ -449,3 +449,23 @@ def test_a_layer_in_part_says_how_much_stays_pytorchs():
         layer(x, edge_index)
     assert "2 of 3 gathers and reductions by edges stay PyTorch's" in pyg_dfgnn.report(layer)[0].why
     assert "stay PyTorch's" in str(pyg_dfgnn.describe_plan(layer, x, edge_index, device="cuda"))
+
+
+class Chosen(pyg.MessagePassing):
+    """A message with a branch on what is computed."""
+
+    def forward(self, x, edge_index):
+        return self.propagate(edge_index, x=x)
+
+    def message(self, x_j):
+        if x_j.sum() > 0:
+            return x_j
+        return 2 * x_j
+
+
+def test_a_layer_that_breaks_its_graph_says_where():
+    layer = pyg_dfgnn.accelerate(Chosen())
+    with messages.interpreted():
+        layer(torch.randn(6, 4), torch.randint(6, (2, 20)))
+    assert "it ends one at nn/test_report.py" in pyg_dfgnn.report(layer)[0].why
+    assert "`if x_j.sum() > 0:`" in pyg_dfgnn.report(layer)[0].why
