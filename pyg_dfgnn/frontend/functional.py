@@ -131,17 +131,16 @@ def _plain(node: Node) -> tuple[str, Any, tuple[Any, ...], dict[str, Any]] | Non
     if target is operator.setitem:
         _, place, number = node.args
         like = value_of(place) if isinstance(place, Node) else None
-        if not isinstance(like, Tensor):
-            return None
-        if like.dtype is torch.bool and like.dim() == first.dim() and isinstance(number, (int, float)):
-            return "call_method", "masked_fill", node.args, {}
         rows = value_of(number) if isinstance(number, Node) else None
-        if like.dtype is not torch.int64 or not isinstance(rows, Tensor):
-            return None
-        # An index in brackets drops leading sizes of 1.
-        is_alike = rows.dtype is first.dtype and rows.device == first.device
-        is_alike &= rows.dim() < like.dim() + first.dim()
-        return ("call_function", _put, node.args, {}) if is_alike else None
+        if isinstance(like, Tensor) and like.dtype is torch.bool and like.dim() == first.dim():
+            if isinstance(number, (int, float)):
+                return "call_method", "masked_fill", node.args, {}
+        if isinstance(like, Tensor) and like.dtype is torch.int64 and isinstance(rows, Tensor):
+            # An index in brackets drops leading sizes of 1.
+            is_alike = rows.dtype is first.dtype and rows.device == first.device
+            if is_alike and rows.dim() < like.dim() + first.dim():
+                return "call_function", _put, node.args, {}
+        return "call_function", _assigned, node.args, {}
     if target in _OPERATORS:
         return "call_function", _OPERATORS[target], node.args, dict(node.kwargs)
     if node.op == "call_method" and name.endswith("_"):
@@ -231,6 +230,13 @@ def _chain(nodes: list[Node], edits: list[Node]) -> list[list[Node]] | None:
 def _put(value: Tensor, index: Tensor, rows: Tensor) -> Tensor:
     """Return a value with other rows at an index."""
     return value.index_put((index,), rows)
+
+
+def _assigned(value: Tensor, place: Any, rows: Any) -> Tensor:
+    """Return a value of which a part is another one."""
+    value = value.clone()
+    value[place] = rows
+    return value
 
 
 def _final(value: Any) -> Any:

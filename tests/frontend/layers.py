@@ -397,3 +397,24 @@ class OperandsByName(Sum):
     def message(self, x_i, x_j):
         both = torch.cat(tensors=[x_i[:, :4], x_j[:, 4:]], dim=-1)
         return torch.clamp(input=both, min=-0.5) * torch.sigmoid(input=x_j)
+
+
+@layer(FUSED)
+class EditsPartsOfTheResult(Sum):
+    def forward(self, x, edge_index, edge):
+        out = self.propagate(edge_index, x=x, edge=edge)
+        out[:, 0] = 0.0
+        out[x[:, 1] > 0] = 1.0
+        out[0, 2:] = x[1, 2:]
+        return out
+
+    def message(self, x_i, x_j):
+        return x_i * x_j.tanh()
+
+
+@layer(PARTLY)
+class EditsPartsOfMessages(Sum):
+    def message(self, x_i, x_j, edge):
+        messages = x_i * x_j
+        messages[:, :EDGE] = edge
+        return messages.tanh()
