@@ -109,13 +109,14 @@ def before_call(layer: Any, forward: Forward) -> Callable[[], None] | None:
     """
     for name in forward.deleted:
         # TorchDynamo replays the deletion of what a call makes and deletes without making it.
-        layer.__dict__.setdefault(name, None)
+        if not hasattr(layer, name):
+            layer.__dict__[name] = None
     if forward.calls >= _TRIALS:
         return None
-    buffers = [(buffer, buffer.detach().clone()) for buffer in layer.buffers()]
-    devices = {buffer.device for buffer in (*layer.parameters(), *layer.buffers()) if buffer.is_cuda}
+    devices = {tensor.device for tensor in (*layer.parameters(), *layer.buffers()) if tensor.is_cuda}
     if devices and torch.cuda.is_current_stream_capturing():
         return None
+    buffers = [(buffer, buffer.detach().clone()) for buffer in layer.buffers()]
     state = torch.get_rng_state()
     states = {device: torch.cuda.get_rng_state(device) for device in devices}
 
