@@ -537,16 +537,23 @@ def _write(path: Path, results: list[Result]) -> None:
     write_rows(path, columns, ({**asdict(result), "verdict": result.verdict, "digest": digest} for result in results))
 
 
+CHECKS = {
+    check.__name__: check
+    for check in (same_hetero, same_partitioned, large, own_batches, throughput, same_losses, beyond)
+}
+
+
 def main(arguments: list[str] | None = None) -> bool:
-    """Run all checks; process 0 prints a table and writes a CSV. Returns whether everything was as needed."""
+    """Run the chosen checks; process 0 prints a table and writes a CSV. Returns whether everything was as needed."""
     parser = argparse.ArgumentParser(description="Check and time training on several GPUs.")
     parser.add_argument("--csv", default="outputs/multi_gpu.csv", help="file to write (default: %(default)s)")
     parser.add_argument("--device", default="auto", help="auto, cpu or cuda (default: %(default)s)")
     parser.add_argument("--small", action="store_true", help="miniature graphs, to try it on a CPU")
+    parser.add_argument("--checks", nargs="+", choices=CHECKS, default=list(CHECKS), help="default: all")
     chosen = parser.parse_args(arguments)
     group = Group.of_environment(chosen.device)
     results: list[Result] = []
-    for check in (same_hetero, same_partitioned, large, own_batches, throughput, same_losses, beyond):
+    for check in map(CHECKS.__getitem__, chosen.checks):
         start = time.perf_counter()
         measured = check(group, chosen.small)
         if group.is_main:
