@@ -13,6 +13,8 @@ SMALL = "the edges are few, and new or read by few operators: PyG's code takes t
 NO_DEVICE = "the tensors are not on a CUDA device"
 CPU = (NO_DEVICE,)
 """Reasons where nothing but the device is against kernels."""
+FEW = (SMALL,)
+"""Reasons where nothing but the number of edges is against kernels."""
 ON_CPU = "PyG's own code runs where the tensors are on a CPU; the fused kernels need a CUDA device"
 
 logger = logging.getLogger("pyg_dfgnn")
@@ -56,6 +58,8 @@ def report_fallback(name: str, reasons: Sequence[str]) -> None:
     Raises:
         UnsupportedError: The settings ask for an error.
     """
+    if reasons is FEW:
+        return
     fallback = current().fallback
     # What torch.compile traces must not depend on what has been logged.
     if fallback == "log" and len(reasons) == 1 and not torch.compiler.is_compiling():

@@ -68,7 +68,7 @@ class Region:
             remote sources, and gives nothing to them.
         reasons: Why torch ran the last call; empty if the program did.
         turn: Number of the last call of its layer.
-        is_small: Whether torch ran that call since the edges are few, and not for their being new.
+        is_small: Whether torch ran that call since the edges are few, new or not.
         is_refused: Whether torch ran it since kernels do not take the program.
         caller: What has compiled the graph, which knows the layer that is being called.
     """
@@ -194,10 +194,10 @@ class Region:
         """Return whether torch takes edges that are new, or a few launches on few edges."""
         caller = self.caller
         self.turn, self.is_small, self.is_refused = caller.turn, False, False
-        if caller.layer is not None and is_new_tensor(caller.layer, edges, self.kind, caller.turn):
-            return True
         self.is_small = is_small(self.program, edges.size(1)) and may_be_left(edges)
-        return self.is_small
+        if self.is_small or caller.layer is None:
+            return self.is_small
+        return is_new_tensor(caller.layer, edges, self.kind, caller.turn)
 
     def _by_torch(self, args: Sequence[Any], reasons: Sequence[str]) -> Any:
         self.reasons = reasons

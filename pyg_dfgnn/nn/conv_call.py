@@ -35,7 +35,7 @@ class ConvCall(NamedTuple):
         part: The part of a partitioned graph that the edges are those of; None of a whole graph.
     """
 
-    reasons: list[str]
+    reasons: Sequence[str]
     problem: tuple[Any, ...]
     edge_index: Any
     form: str

@@ -17,7 +17,7 @@ from torch_geometric.typing import Adj
 
 from pyg_dfgnn.dispatch.core import fused_device_types
 from pyg_dfgnn.errors import UnsupportedError
-from pyg_dfgnn.fallback import NO_DEVICE, SMALL, report_fallback
+from pyg_dfgnn.fallback import FEW, NO_DEVICE, SMALL, report_fallback
 from pyg_dfgnn.graph import EdgeSet, Graph
 from pyg_dfgnn.nn import conv_call
 from pyg_dfgnn.nn.captured_forward import run_pygs_on_part, torch_reasons
@@ -549,13 +549,13 @@ class FusedConv(Scripted, MessagePassing):
             before: Those between `x` and `edge_index`.
             kwargs: Further ones.
         """
-        edge_index, is_left = call.edge_index, False
+        edge_index, is_left = call.edge_index, call.reasons is FEW
         if call.form == "PartitionedEdges":
             against = [*torch_reasons(), *(each for each in call.reasons if each != _ON_PART)]
             given = (x, *before, edge_index, *args), kwargs, edge_index
             return run_pygs_on_part(self, super().forward, *given, against)
         report_fallback(type(self).__name__, call.reasons)
-        if call.form == "tensor":
+        if not is_left and call.form == "tensor":
             is_left = call.reasons[0] is NO_DEVICE or (may_be_few(edge_index) and edge_index.numel() < _FEW_IDS)
         if is_left:
             return run_left(super().forward, x, *before, edge_index, *args, **kwargs)

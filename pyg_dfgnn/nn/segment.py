@@ -35,7 +35,8 @@ _FUNCTIONS = torch.nn.Module()
 def problem_of(x: Tensor, dim: int, stats: Sequence[str], device: torch.device) -> SegmentProblem:
     """Return what is asked of the kernels: wider features are cut."""
     names = tuple(dict.fromkeys(stats))
-    channels = min(x.movedim(dim, 0).shape[1:].numel(), max_channels(names))
+    width = x.size(1 - dim % 2) if x.dim() == 2 else x.movedim(dim, 0).shape[1:].numel()
+    channels = min(width, max_channels(names))
     return SegmentProblem("copy", names, channels, x.dtype, device)
 
 
@@ -97,7 +98,7 @@ def takes(
     if not is_refilled():
         if is_new(_FUNCTIONS if owner is None else owner, groups, name):
             return False
-        if is_whole and isinstance(x, Tensor) and _is_small(x, groups, stats):
+        if is_whole and isinstance(x, Tensor) and _is_small(x, groups, stats, dim):
             return False
     if may_not_wait(groups) and known_graph(index, ptr, dim_size) is None:
         return False
@@ -107,9 +108,13 @@ def takes(
     return not reasons
 
 
-def _is_small(x: Tensor, groups: Tensor | None, stats: Sequence[str]) -> bool:
+def _is_small(x: Tensor, groups: Tensor | None, stats: Sequence[str], dim: int) -> bool:
     """Return whether PyG's code takes a reduction in less time, however often its groups come."""
-    return len(stats) == 1 and stats[0] in _SUMS and is_few(x.numel()) and may_be_left(groups)
+    if len(stats) != 1 or stats[0] not in _SUMS or not -x.dim() <= dim < x.dim():
+        return False
+    # Rows along another dimension than the first are copied, twice.
+    rows = x.size(dim) if dim in (0, -x.dim()) else x.size(dim) // 4
+    return is_few(rows, x.numel() // max(x.size(dim), 1)) and may_be_left(groups)
 
 
 def graph_of(index: Tensor | None, ptr: Tensor | None, dim_size: int | None) -> Graph:
@@ -141,12 +146,16 @@ def check_offsets(x: Tensor, ptr: Tensor) -> None:
 
 def as_rows(x: Tensor, dim: int) -> Tensor:
     """Return the values as a matrix [E, F]."""
+    if x.dim() == 2 and dim in (0, -2):
+        return x
     rows = x.movedim(dim, 0)
     return rows.unsqueeze(1) if rows.dim() == 1 else rows.flatten(1)
 
 
 def shaped(rows: Tensor, x: Tensor, dim: int) -> Tensor:
     """Return a matrix [G, F] in the shape of `x`, with G in place of E."""
+    if x.dim() == 2 and dim in (0, -2):
+        return rows
     rest = x.movedim(dim, 0).shape[1:]
     return rows.reshape(rows.size(0), *rest).movedim(0, dim).contiguous()
 
@@ -231,7 +240,7 @@ def describe(
     against = [*(reason for reason in against if reason != NO_DEVICE), *FAMILY.unsupported(problem)]
     if against:
         return Description(shown(layer), tuple(dict.fromkeys(against)), problem)
-    if is_whole and _is_small(x, ptr if index is None else index, stats):
+    if is_whole and _is_small(x, ptr if index is None else index, stats, dim):
         return Description(shown(layer), (SMALL,), problem)
     graph = graph_of(index, ptr, dim_size)
     plan = explain(FAMILY, problem, graph, torch.is_grad_enabled())

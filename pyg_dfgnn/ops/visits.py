@@ -16,7 +16,8 @@ from pyg_dfgnn.settings import Settings, current
 _MOST_TENSORS = 64
 _MANY_EDGES = 1 << 20
 """Edges of which none are new: kernels take less time than PyG's code at once."""
-_FEW_NUMBERS = 1 << 20
+_FEW_NUMBERS = 1 << 25
+_NARROW, _WIDE = 128, 512
 MEASURED_NUMBERS = 100_000_000
 """Numbers that PyG writes for all edges from which its kernels take longer than the host, and new edges are sorted."""
 _COMPILED_NUMBERS = 1 << 23
@@ -195,9 +196,12 @@ def _make_room() -> None:
         _visits.clear()
 
 
-def is_few(numbers: int) -> bool:
-    """Return whether two launches of PyG's, which sum so many numbers, take less time than the host does for ours."""
-    return numbers < _FEW_NUMBERS
+def is_few(rows: int, width: int) -> bool:
+    """Return whether two launches of PyG's, which sum rows of so many numbers, take less time than the host for ours.
+
+    PyG's take as long for narrow rows as for those of 128 numbers. Ours have launches for each piece of a wide row.
+    """
+    return rows * min(max(width, _NARROW), _WIDE) < _FEW_NUMBERS
 
 
 def may_be_left(edges: Any) -> bool:

@@ -168,7 +168,7 @@ def test_small_sums_are_described_however_the_arguments_are_given():
     with emulated_device():
         for args, kwargs in (((x, edge_index), {}), ((x,), {"edge_index": edge_index}), ((x, edge_index, None), {})):
             assert "the edges are few" in str(pyg_dfgnn.describe_plan(conv, *args, **kwargs))
-        assert pyg_dfgnn.describe_plan(conv, x, edge_index, edge_weight=torch.rand(90)).fused
+        assert pyg_dfgnn.describe_plan(pyg_dfgnn.nn.SAGEConv(FEATURES, FEATURES), x, edge_index).fused
 
 
 @needs_compiler
@@ -185,6 +185,32 @@ def test_a_loop_over_few_relations_is_pygs_on_new_edges():
                 torch.testing.assert_close(layer(x, edge_index, edge_type), want, **elementwise("float32/few_terms"))
                 counts.append(len(launched) > before)
     assert counts == [False, False, True, True, True, True]
+
+
+@needs_compiler
+@pytest.mark.parametrize("relations", [1, 2])
+def test_one_relation_with_few_edges_is_pygs_also_where_they_are_known(relations):
+    edge_index, edge_type = edges(), torch.arange(90) % relations
+    x, layer = torch.randn(30, FEATURES), pyg.FiLMConv(FEATURES, 4, relations)
+    want = layer(x, edge_index, edge_type)
+    pyg_dfgnn.accelerate(nn.ModuleList([layer]))
+    with emulated_device() as launched:
+        for _ in range(4):
+            torch.testing.assert_close(layer(x, edge_index, edge_type), want, **elementwise("float32/few_terms"))
+        assert bool(launched) is (relations > 1)
+        assert pyg_dfgnn.describe_plan(layer, x, edge_index, edge_type).fused is (relations > 1)
+
+
+@needs_compiler
+def test_sums_along_another_dimension_are_pygs_up_to_four_times_the_rows():
+    layer, index = pyg_dfgnn.nn.aggr.SumAggregation(), torch.randint(5, (40,))
+    with emulated_device() as launched, pytest.MonkeyPatch.context() as patched:
+        patched.setattr(visits, "_FEW_NUMBERS", 20 * 128)
+        for shape, dim, is_few in (((40, 8), 0, False), ((40, 8), -2, False), ((2, 40, 8), 1, True)):
+            before, x = len(launched), torch.randn(shape)
+            outs = [layer(x, index, dim_size=5, dim=dim) for _ in range(4)]
+            assert (len(launched) == before) is is_few
+            torch.testing.assert_close(outs[-1], outs[0])
 
 
 def test_the_calls_of_one_forward_count_once():

@@ -9,6 +9,7 @@ from torch_geometric.nn import aggr
 from pyg_dfgnn.nn import segment
 from pyg_dfgnn.nn.aggr.base import FusedAggregation
 from pyg_dfgnn.ops.segment import degree
+from pyg_dfgnn.ops.visits import is_left
 
 
 def factors_of(scaler: aggr.DegreeScalerAggregation, degrees: Tensor) -> list[Tensor]:
@@ -59,6 +60,8 @@ class DegreeScalerAggregation(FusedAggregation, aggr.DegreeScalerAggregation):
         dim: int = -2,
     ) -> Tensor:
         """PyG's forward; see `torch_geometric.nn.aggr.DegreeScalerAggregation.forward`."""
+        if is_left():
+            return super().forward(x, index, ptr, dim_size, dim)
         self.assert_index_present(index)
         if not self._takes(x, index, ptr, dim_size, dim, ()):
             return super().forward(x, index, ptr, dim_size, dim)

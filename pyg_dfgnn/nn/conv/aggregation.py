@@ -32,7 +32,8 @@ _FEW_OPERATORS = ("copy", "relu_add")
 _NEW_NUMBERS = 40_000_000
 """Numbers in rows of new edges below which PyG's code sums them in less time than the edges take to be sorted too."""
 _KNOWN_NUMBERS = 1 << 25
-"""Numbers in rows of edges below which PyG's code sums them in less time than the host takes for kernels."""
+"""Numbers in rows of edges below which PyG's code sums them in less time than the host takes for kernels; with a factor
+per edge a quarter."""
 ProblemFields = tuple[str, tuple[str, ...], int, bool, int]
 """The message, statistics, channels, whether nodes have scales, and numbers per edge that a linear layer maps."""
 
@@ -220,11 +221,11 @@ class AggregationConv(FusedConv):
         if torch.compiler.is_compiling():
             # What is new is not known then, and torch.compile fuses what PyG launches.
             return visits.may_be_few(edge_index) and self._is_below(x, edge_index, visits.MEASURED_NUMBERS)
+        if visits.is_last(self, edge_index):
+            return self._is_below(x, edge_index, _NEW_NUMBERS)
         if lacks_kernels(edge_index):
             report_fallback(type(self).__name__, CPU)
             return True
-        if visits.is_last(self, edge_index):
-            return self._is_below(x, edge_index, _NEW_NUMBERS)
         kind = type(self), self.aggr, _width(x), edge is None
         if visits.is_known_few(edge_index, kind):
             return True
@@ -241,11 +242,12 @@ class AggregationConv(FusedConv):
 
     def _is_few(self, x: Any, edge_index: Any, edge: Tensor | None) -> bool:
         """Return whether a call is a sum of so few features that PyG's code takes it in less time."""
-        if self._message not in _FEW_OPERATORS or self._makes_edges or (edge is not None and self._message == "copy"):
+        if self._message not in _FEW_OPERATORS or self._makes_edges:
             return False
-        if statistics_of(self._modules["aggr_module"]) != ("sum",):
+        if statistics_of(self._modules["aggr_module"]) != ("sum",) or not visits.may_be_left(edge_index):
             return False
-        return visits.may_be_left(edge_index) and edge_index.size(-1) * _width(x) < _KNOWN_NUMBERS
+        is_weighted = edge is not None and self._message == "copy"
+        return edge_index.size(-1) * _width(x) < (_KNOWN_NUMBERS // 4 if is_weighted else _KNOWN_NUMBERS)
 
     def _reduced(self, x: Any, edge_index: Any, size: Any = None, **edges: OptTensor) -> tuple[Any, bool]:
         """Return the messages of a call, reduced, or PyG's output of it where neither kernels nor few operators run.

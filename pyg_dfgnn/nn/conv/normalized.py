@@ -7,7 +7,7 @@ from torch import Tensor
 from torch_geometric.nn.conv.gcn_conv import gcn_norm
 from torch_geometric.typing import Adj, OptTensor
 
-from pyg_dfgnn.fallback import NO_DEVICE, SMALL
+from pyg_dfgnn.fallback import FEW, NO_DEVICE, SMALL
 from pyg_dfgnn.graph import EdgeSet, Graph
 from pyg_dfgnn.graph.derived import version_of
 from pyg_dfgnn.graph.ends import Part
@@ -58,6 +58,10 @@ class NormalizedConv(AggregationConv):
 
     def _ask_normalized(self, x: Any, edge_index: Any, edge_weight: Tensor | None, *reasons: str) -> ConvCall:
         """Ask the gate about a call whose edges are to be normalised, if the conv does so."""
+        # With a cache the first edges are those of all calls.
+        is_few = edge_weight is not None and self.normalize and not self._takes_cache and is_new(self, edge_index)
+        if is_few and not is_described():
+            return ConvCall(FEW, (), edge_index, "tensor")
         if edges_lack_kernels(edge_index):
             return ConvCall([NO_DEVICE], (), edge_index, "tensor")
         against, loops = list(reasons), self.normalize and self.add_self_loops
@@ -74,14 +78,11 @@ class NormalizedConv(AggregationConv):
         is_bare = form == "SparseTensor" and not edge_index.has_value() and not self.improved
         if is_matrix(form) and loops and not (is_bare and self._is_by_node(None)):
             against.append("self-loops added to the values of a sparse adjacency")
-        # With a cache the first edges are those of all calls.
-        if self.normalize and edge_weight is not None and not self._takes_cache and is_new(self, edge_index):
+        if is_few:
             against.append(SMALL)
-            if not is_described():
-                return ConvCall(against, (), edge_index, form)
         # Each hop is a call of ours, where torch.compile joins what PyG launches.
-        is_few = form == "tensor" and x is not None and is_compiled_few(edge_index, x.size(1))
-        if getattr(self, "K", 1) > 1 and not loops and is_few:
+        is_compiled = form == "tensor" and x is not None and is_compiled_few(edge_index, x.size(1))
+        if getattr(self, "K", 1) > 1 and not loops and is_compiled:
             against.append(SMALL)
         if self.normalize and self._takes_cache:
             kept: Any = self._cached_edge_index

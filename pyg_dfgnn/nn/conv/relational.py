@@ -17,6 +17,12 @@ from pyg_dfgnn.nn.conv_call import ConvCall
 from pyg_dfgnn.nn.gate import FusedConv, edges_lack_kernels, is_multiple
 from pyg_dfgnn.nn.relational_program import RelationalProblem, dtype_reasons, explain, reasons_of_problem, run
 from pyg_dfgnn.ops.relational import RowSet, index_space_of
+from pyg_dfgnn.ops.visits import MEASURED_NUMBERS, is_new, may_be_left, may_not_wait
+
+_FEW_NUMBERS = 1 << 24
+"""Numbers in rows of edges of one relation up to which PyG's code takes less of the host than a program."""
+_FEW_RELATIONS = 8
+"""Relations up to which PyG's loop takes less of the host than the lists of new edges."""
 
 
 class RelationalConv(FusedConv):
@@ -46,6 +52,19 @@ class RelationalConv(FusedConv):
         assert isinstance(graph, Graph)
         layer, inputs = self._program(call, graph, *args, **kwargs)
         return graph, explain(layer, index_space_of(graph), inputs, self._outputs(call))
+
+    def _is_looped(self, edge_index: Any, width: int) -> bool:
+        """Return whether PyG's loop over the relations takes a call in less time; it writes rows of `width` numbers."""
+        # PyG's loop waits for the device.
+        if self.num_relations > _FEW_RELATIONS or may_not_wait(edge_index):
+            return False
+        if self._is_one_of_few(edge_index, width):
+            return True
+        return is_new(self, edge_index) and edge_index.size(-1) * width < MEASURED_NUMBERS
+
+    def _is_one_of_few(self, edge_index: Any, width: int) -> bool:
+        """Return whether there is one relation, with few edges."""
+        return self.num_relations == 1 and may_be_left(edge_index) and edge_index.size(-1) * width < _FEW_NUMBERS
 
     def _outputs(self, call: ConvCall) -> Sequence[str] | None:
         """Return which outputs of the program a call reads; None for all."""

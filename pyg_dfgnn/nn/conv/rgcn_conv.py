@@ -14,10 +14,8 @@ from pyg_dfgnn.nn.conv.relational import RelationalConv
 from pyg_dfgnn.nn.conv_call import ConvCall
 from pyg_dfgnn.nn.gate import finalize_dtype, methods_of, statistics_of
 from pyg_dfgnn.ops.relational import RowSet, index_space_of
-from pyg_dfgnn.ops.visits import MEASURED_NUMBERS, is_new, may_not_wait, run_left
+from pyg_dfgnn.ops.visits import run_left
 
-_FEW_RELATIONS = 8
-"""Relations up to which PyG's loop takes less of the host than the lists of new edges."""
 AGGREGATIONS = ("mean", "sum", "max")
 Nodes: TypeAlias = Tensor | tuple[Tensor | None, Tensor] | None
 
@@ -107,10 +105,7 @@ class RGCNConv(RelationalGraphConv, conv.RGCNConv):
     _fused_statistics = frozenset(AGGREGATIONS)
 
     def _is_left(self, edge_index: Any) -> bool:
-        # PyG's code loops over the relations, and waits for the device.
-        if self.num_relations > _FEW_RELATIONS or may_not_wait(edge_index) or not is_new(self, edge_index):
-            return False
-        return edge_index.size(-1) * self.in_channels_l < MEASURED_NUMBERS
+        return self._is_looped(edge_index, self.in_channels_l)
 
     def _run(self, *args: Any) -> dict[str, Tensor]:
         # PyG adds the relations to zeros of the default dtype.

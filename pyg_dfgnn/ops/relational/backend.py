@@ -62,8 +62,8 @@ def match_of(program: Program, dtype: torch.dtype, device: torch.device, outputs
 
 _FEW_LAUNCHES = 6
 _OWN_LAUNCHES = 4
-_FEW_NUMBERS = 1 << 24
-_NARROW = 32
+_FEW_NUMBERS = 3 << 23
+_NARROW, _WIDE = 32, 512
 _ROWS = {One: 1, R: 8, Ts: 4, Td: 4, S: 10_000, D: 10_000, U: 20_000, V: 20_000, E: 60_000}
 _LAUNCHES = {
     "input": 0,
@@ -107,12 +107,14 @@ def is_small(program: Program, num_edges: int) -> bool:
             _weights.clear()
         known = _weights[id(program)] = _weighed(program)
     # On one H200 edge networks took .7 to .95 of PyG's speed at 2^23 numbers and 1.03 to 1.28 at 2^24, with rows of 64
-    # and 128, and 1.07 to 1.48 on as many rows of 16.
-    if num_edges * max(known.width, _NARROW) >= _FEW_NUMBERS:
+    # and 128, and 1.07 to 1.48 on as many rows of 16; GMMConv .95 at 1.2 * 2^24.
+    # A family cuts wide rows, and has launches for each piece.
+    is_cut = known.operations == 0 and known.width > _WIDE
+    if num_edges * (_WIDE if is_cut else max(known.width, _NARROW)) >= _FEW_NUMBERS:
         return False
     # On one CPU, kernels switched off, an operation of ours took 9 us and a launch of PyG's 6, with their autograd. On
     # one H200 a step of 6 launches and 3 operations took .91 and .94 of PyG's speed, one of 7 launches 1.05.
-    return known.launches <= _FEW_LAUNCHES or 3 * known.operations > 2 * known.launches + 8
+    return is_cut or known.launches <= _FEW_LAUNCHES or 3 * known.operations > 2 * known.launches + 8
 
 
 def _weighed(program: Program) -> _Weight:
