@@ -8,6 +8,7 @@ import torch_geometric.nn as pyg
 
 import pyg_dfgnn.nn as ours
 from pyg_dfgnn import describe_plan
+from pyg_dfgnn.ops.attention import functional
 from pyg_dfgnn.reference.tolerances import relative_error
 from pyg_dfgnn.reference.zoo import ZOO
 from pyg_dfgnn.settings import settings
@@ -18,9 +19,12 @@ pytestmark = needs_compiler
 HEADS, CHANNELS, FEATURES = 4, 4, 6
 
 
-@pytest.fixture(autouse=True)
-def no_fallback(default_settings):
+@pytest.fixture(autouse=True, params=["few rows", "many rows"])
+def no_fallback(request, default_settings, monkeypatch):
+    """Few rows are multiplied by torch, many by kernels."""
     settings(fallback="error")
+    if request.param == "many rows":
+        monkeypatch.setattr(functional, "_MANY_ROWS", 0)
 
 
 def build(edge_dim, **options):

@@ -26,6 +26,7 @@ from pyg_dfgnn.ops.attention.program import gradients_again
 from pyg_dfgnn.ops.core import GraphLike, Op, is_eager_on
 from pyg_dfgnn.ops.function import makers
 from pyg_dfgnn.ops.relational.linear import typed_linear
+from pyg_dfgnn.ops.visits import is_refilled
 from pyg_dfgnn.reference import attention as reference
 from pyg_dfgnn.settings import Settings
 from pyg_dfgnn.statements.attention import statement_of
@@ -107,6 +108,8 @@ _add = op_of(
 _gatv2 = op_of(GATV2, {"target": "x_dst", "value": "x_src", "parameter": "att", "slope": "negative_slope"})
 
 
+_MANY_ROWS = 1 << 15
+"""Rows from which torch takes longer for the gradient of a small matrix than kernels."""
 _SUPERGAT = {"target": "x_dst", "value": "x_src", "slope": "negative_slope"}
 _supergat_mx = op_of(SUPERGAT_MX, {**_SUPERGAT, "target_scalars": "alpha_dst", "source_scalars": "alpha_src"})
 _supergat_sd = op_of(SUPERGAT_SD, _SUPERGAT)
@@ -297,11 +300,14 @@ def _edge_matrix(value: Any, edge_attr: Any, edge_weight: Any, heads: int | None
 def _by_head(graph: GraphLike, rows: Tensor, weight: Tensor, transposed: bool = False) -> Tensor:
     """Return the products [N_dst, H, D] of rows [N_dst, H, C] and the matrix [H, C, D] of each head, or the other way.
 
-    torch sums the gradient of a small matrix over all rows in few thread blocks, which takes longer than the attention.
+    torch sums the gradient of a small matrix over all rows in few thread blocks: of many rows that takes longer than
+    the attention, and of few less time than the host for kernels.
     """
-    if is_eager_on(graph) and not storage_reasons(rows.dtype, rows.device):
-        return typed_linear(one_type(graph, rows.shape[0]), rows, weight.unsqueeze(0), transposed=transposed)
-    return torch.einsum("nhd,hcd->nhc" if transposed else "nhc,hcd->nhd", rows, weight)
+    if not is_eager_on(graph) or storage_reasons(rows.dtype, rows.device):
+        return torch.einsum("nhd,hcd->nhc" if transposed else "nhc,hcd->nhd", rows, weight)
+    if rows.shape[0] < _MANY_ROWS and not is_refilled():
+        return torch.bmm(rows.transpose(0, 1), weight if not transposed else weight.transpose(1, 2)).transpose(0, 1)
+    return typed_linear(one_type(graph, rows.shape[0]), rows, weight.unsqueeze(0), transposed=transposed)
 
 
 def _dot_on_edge_rows(
