@@ -165,5 +165,6 @@ def _project(*args: Any) -> Any:
 at_start(_clear)
 swap(Scripted, "__call__", _call)
 swap(Mark, "call", _call_marked)
+swap(Mark, "may_be_quiet", False)
 swap(FusedConv, "_fall_back", _fall_back)
 swap(gemm, "project", _project)

@@ -59,6 +59,11 @@ from pyg_dfgnn.settings import current, local_settings
 
 __all__ = ["Mark", "clear", "describe", "interpreted", "lowered", "standing"]
 
+_PERSISTENT = 256
+"""Calls with new edges, one after another, after which a layer is asked seldom: more than fixed batches make, of which
+as many are remembered as there are, until they are known."""
+_QUIET = 16
+"""Calls that are not asked about between two that are."""
 UNCALLED = "its first call tells what of it becomes programs"
 """Said of a layer of which nothing is known before."""
 _TENSORS = (Tensor, torch.nn.Parameter)
@@ -76,10 +81,18 @@ class Mark:
         is_left: Whether none of them had a program, so that the layer's own code runs.
         refused: Kinds of calls of which kernels run no program.
         on_part: Captured forward of the last call with a part of a graph; None without.
+        quiet: Number of calls to come that nothing is asked about, while argument `place` is of `numbers` ids at most.
+        new: Number of calls with new edges, one after another.
+        under: The settings that `quiet` holds under.
     """
+
+    may_be_quiet = True
+    """Whether calls need not be counted."""
 
     def __init__(self, kind: type) -> None:
         self.kind, self.few, self.seen, self.is_left = kind, -1, -1, False
+        self.quiet, self.place, self.numbers, self.new = 0, 0, 0, 0
+        self.under: Any = None
         self.parts: list[dict[str, Any]] = []
         self.refused: set[Any] = set()
         self.forward: Forward | None = None
@@ -110,6 +123,10 @@ class Mark:
                 return self.call(layer, own, forwards, args, kwargs)
             elif value is not None:
                 has_others = True
+                # Layers of GraphGym and GraphGPS take a batch.
+                inner = getattr(value, "edge_index", None)
+                if edges is None and type(inner) is Tensor and inner.dim() == 2:
+                    edges = inner
         under, may_be_few, is_left = current(), False, False
         if not under.compile_messages or step.is_refilled:
             return own(layer, *args, **kwargs)
@@ -118,6 +135,11 @@ class Mark:
             may_be_few = under.leaves_few and edges.layout is torch.strided
             is_few = may_be_few and self.few >= 0 and edges.size(1) <= self.few
             is_left = is_few or (may_be_few and is_new_tensor(layer, edges, under=under))
+            self.new = self.new + 1 if is_left else 0
+            if is_few or self.new > _PERSISTENT:
+                places = [place for place, value in enumerate(args) if value is edges]
+                self.quiet = _QUIET if places else 0
+                self.place, self.numbers, self.under = max(places, default=0), edges.numel(), under
         elif edges is not None and backend().devices is not None and lacks_kernels(edges):
             report_fallback(self.kind.__name__, CPU)
             is_left = True
@@ -219,12 +241,22 @@ def _call_of(layer: Any, values: Iterable[Any]) -> tuple[Any, ...]:
 def _wrapped(own: Callable[..., Any], kind: type) -> Callable[..., Any]:
     forwards = Forwards()
 
-    name, is_compiling = MARK, torch.compiler.is_compiling
+    # What the function reads is in its closure, see below.
+    name, is_compiling, tensor, settings, here = MARK, torch.compiler.is_compiling, Tensor, current, step
 
     def wrapper(self: Any, *args: Any, **kwargs: Any) -> Any:
         mark = self.__dict__.get(name)
         if mark is None or mark.kind is not kind or is_compiling():
             return own(self, *args, **kwargs)
+        # Each function that a call enters costs the host: this is what `Mark.call` does with few edges.
+        if mark.quiet and mark.may_be_quiet and len(args) > mark.place and type(args[mark.place]) is tensor:
+            if args[mark.place].numel() <= mark.numbers and mark.under is settings() and not here.is_refilled:
+                mark.quiet -= 1
+                before, here.is_left = here.is_left, True
+                try:
+                    return own(self, *args, **kwargs)
+                finally:
+                    here.is_left = before
         return mark.call(self, own, forwards, args, kwargs)
 
     # TorchScript reads the globals of the forward, so that none is ours. Code of its own: torch.compile counts by code
