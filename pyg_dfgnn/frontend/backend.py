@@ -75,6 +75,7 @@ class Compiler:
         breaks: Lines of users' code at which TorchDynamo has ended a graph.
         graphs: What became of the graphs.
         layer: The layer that is being called.
+        edges: The edges among the arguments of the call.
         of_thread: Edges of a part in this thread's call, which the graph gets in the place of the plain ones.
         turn: Number of its call.
     """
@@ -85,6 +86,7 @@ class Compiler:
         self.breaks: list[str] = []
         self.graphs: list[Captured] = []
         self.layer: Module | None = None
+        self.edges: Tensor | None = None
         self.turn = 0
 
     def __call__(self, module: GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:

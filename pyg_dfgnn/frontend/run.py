@@ -16,9 +16,11 @@ from pyg_dfgnn.ir.domains import D, E, S, Ts, U, V
 from pyg_dfgnn.ir.interpreter import interpret
 from pyg_dfgnn.ir.program import RANGED, SEED, Program
 from pyg_dfgnn.ops.core import draw_seed
-from pyg_dfgnn.ops.relational.backend import backend, is_small
+from pyg_dfgnn.ops.graph import may_run_again, unmeasured_graph
+from pyg_dfgnn.ops.relational.backend import KERNELS, backend, dtype_of, is_small, match_of
 from pyg_dfgnn.ops.relational.program import index_space_of
-from pyg_dfgnn.ops.visits import is_new_tensor, may_be_left
+from pyg_dfgnn.ops.visits import MANY_EDGES, is_new_tensor, may_be_left
+from pyg_dfgnn.settings import current
 
 _SMALL = (SMALL,)
 _OF_SOURCES = {S, U, Ts}
@@ -114,6 +116,10 @@ class Region:
         if self._is_left(edges):
             return self._by_torch(args, _SMALL)
         num_src, num_dst, types, inputs = self.read(args)
+        if edges is self.caller.edges and edges.size(1) >= MANY_EDGES and types is None:
+            output = self._on_new(edges, num_src, num_dst, inputs)
+            if output is not None:
+                return self.returned([output])
         graph = graph_of(self._seen, edges, num_src, num_dst, self.transposed, types)
         if graph is None:
             return self._by_torch(args, ("the edges are new in a capture",))
@@ -131,6 +137,22 @@ class Region:
         else:
             outputs = run(rows, inputs)
         return self.returned([outputs[name] for name in self.names])
+
+    def _on_new(self, edges: Tensor, num_src: int, num_dst: int, inputs: dict[str, Tensor]) -> Tensor | None:
+        """Return the only output on edges that are too new to be measured; None where no family does without."""
+        caller, kind = self.caller, dtype_of(inputs)
+        family = match_of(self.program, kind, edges.device, self.names) if backend() is KERNELS else None
+        if family is None or caller.layer is None or not current().leaves_new:
+            return None
+        counts = not may_run_again(caller.layer.training)
+        graph = unmeasured_graph(id(caller.layer), edges, num_src, num_dst, False, self.transposed, counts=counts)
+        if graph is None:
+            return None
+        self.reasons, self.is_refused = (), False
+        if self.has_seed:
+            inputs[SEED] = draw_seed(edges.device)
+        with torch.autocast(edges.device.type, enabled=False):
+            return family.run(graph, inputs)
 
     def _on_part(self, args: tuple[Any, ...], edges: PartitionedEdges) -> Any:
         """Return the outputs on a part of a graph, for which the features of remote sources are fetched.

@@ -169,7 +169,7 @@ class Mark:
             args, kwargs = of_any_size(args, views), of_any_size(kwargs, views)
         # The layers of a size have one forward, whose graphs each call of any of them may run.
         forward.compiler.turn = turn = forward.compiler.turn + 1
-        forward.compiler.layer = layer
+        forward.compiler.layer, forward.compiler.edges = layer, edges
         undo, failure = before_call(layer, forward), None
         try:
             result = forward.run(layer, *args, **kwargs)
@@ -178,7 +178,7 @@ class Mark:
         except Exception as error:
             failure = error
         finally:
-            forward.compiler.layer = None
+            forward.compiler.layer = forward.compiler.edges = None
         if failure is not None:
             if undo is not None:
                 undo()

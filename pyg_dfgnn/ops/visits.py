@@ -14,7 +14,7 @@ from pyg_dfgnn.ops.graph import may_run_again
 from pyg_dfgnn.settings import Settings, current
 
 _MOST_TENSORS = 64
-_MANY_EDGES = 1 << 20
+MANY_EDGES = 1 << 20
 """Edges of which none are new: kernels take less time than PyG's code at once."""
 _FEW_NUMBERS = 1 << 25
 _NARROW, _WIDE = 128, 512
@@ -139,7 +139,7 @@ def is_new_tensor(
     if edges.dim() == 0 or (under is None and not may_be_few(edges)):
         return False
     count = edges.size(-1)
-    if count >= _MANY_EDGES:
+    if count >= MANY_EDGES:
         return False
     # PyG's convs reduce by a row of `edge_index`, which is a new view in every call.
     base = edges._base
