@@ -110,10 +110,13 @@ def takes(
 
 def _is_small(x: Tensor, groups: Tensor | None, stats: Sequence[str], dim: int) -> bool:
     """Return whether PyG's code takes a reduction in less time, however often its groups come."""
-    if len(stats) != 1 or stats[0] not in _SUMS or not -x.dim() <= dim < x.dim():
+    if len(stats) != 1 or not -x.dim() <= dim < x.dim():
         return False
     # Rows along another dimension than the first are copied, twice.
-    rows = x.size(dim) if dim in (0, -x.dim()) else x.size(dim) // 4
+    is_first = dim in (0, -x.dim())
+    if stats[0] not in _SUMS and (is_first or stats[0] != "mean"):
+        return False
+    rows = x.size(dim) if is_first else x.size(dim) // 4
     return is_few(rows, x.numel() // max(x.size(dim), 1)) and may_be_left(groups)
 
 

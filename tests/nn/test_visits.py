@@ -202,8 +202,9 @@ def test_one_relation_with_few_edges_is_pygs_also_where_they_are_known(relations
 
 
 @needs_compiler
-def test_sums_along_another_dimension_are_pygs_up_to_four_times_the_rows():
-    layer, index = pyg_dfgnn.nn.aggr.SumAggregation(), torch.randint(5, (40,))
+@pytest.mark.parametrize("name", ["SumAggregation", "MeanAggregation"])
+def test_sums_along_another_dimension_are_pygs_up_to_four_times_the_rows(name):
+    layer, index = getattr(pyg_dfgnn.nn.aggr, name)(), torch.randint(5, (40,))
     with emulated_device() as launched, pytest.MonkeyPatch.context() as patched:
         patched.setattr(visits, "_FEW_NUMBERS", 20 * 128)
         for shape, dim, is_few in (((40, 8), 0, False), ((40, 8), -2, False), ((2, 40, 8), 1, True)):

@@ -59,7 +59,8 @@ class NormalizedConv(AggregationConv):
     def _ask_normalized(self, x: Any, edge_index: Any, edge_weight: Tensor | None, *reasons: str) -> ConvCall:
         """Ask the gate about a call whose edges are to be normalised, if the conv does so."""
         # With a cache the first edges are those of all calls.
-        is_few = edge_weight is not None and self.normalize and not self._takes_cache and is_new(self, edge_index)
+        makes_weights = edge_weight is not None and self.normalize and not self._takes_cache
+        is_few = makes_weights and isinstance(x, Tensor) and x.dim() == 2 and is_new(self, edge_index)
         if is_few and not is_described():
             return ConvCall(FEW, (), edge_index, "tensor")
         if edges_lack_kernels(edge_index):
