@@ -106,8 +106,8 @@ def test_unknown_names_and_sizes_of_another_form_are_refused(override):
 
 def test_results_of_a_gpu_alone_go_to_results():
     gpu = torch.device("cuda")
-    assert default_folder("check", gpu).as_posix() == "results/check"
-    assert {default_folder("check", *other).as_posix() for other in ((CPU,), (gpu, True))} == {"outputs/check"}
+    assert default_folder("table2", gpu).as_posix() == "results/table2"
+    assert {default_folder("table2", *other).as_posix() for other in ((CPU,), (gpu, True))} == {"outputs/table2"}
     assert run.Experiment.of(composed("device=cuda")).folder.as_posix() == "results/bench"
     assert run.Experiment.of(composed("device=cuda", "small=true")).folder.as_posix() == "outputs/bench"
     assert run.Experiment.of(composed("device=cpu")).folder.as_posix() == "outputs/bench"

@@ -3,9 +3,8 @@
 from dataclasses import replace
 
 import pytest
-import torch
 
-from benchmarks import check, run, tables
+from benchmarks import run, tables
 from benchmarks.case import Fused, forward_backward, rounded_problem
 from benchmarks.cases import case_of
 from benchmarks.cases.segment import (
@@ -53,28 +52,6 @@ def test_implementations_agree_with_float64(implementation, op, name):
         del expected["grad_x"]
     worst, error = case.errors(graph, actual, expected, grad_out).worst
     assert error < case.bound("float32"), f"{worst}: {error:.2e}"
-
-
-@pytest.mark.parametrize("op", ["statistics", "weight"])
-def test_the_float64_grid_checks_kernels(op):
-    with emulated_device():
-        rows = list(check.check_point(case_of(op, "7"), graph_of("h"), [("auto", "float32"), ("auto", "bfloat16")]))
-    assert [row["status"] for row in rows] == ["ok", "ok"]
-
-
-def one_winner(case, graph, inputs):
-    """The maximum with the whole gradient given to one of the equal messages."""
-    source, target = graph.edge_index
-    order = target.argsort(stable=True)
-    parts = inputs["x"][source[order]].split(target.bincount(minlength=graph.num_dst).tolist())
-    rows = [part.max(dim=0).values if len(part) else part.sum(dim=0) for part in parts]
-    return torch.stack(rows)
-
-
-def test_ties_given_to_one_winner_are_refused(monkeypatch):
-    monkeypatch.setattr(SegmentCase, "fused", one_winner)
-    (row,) = check.check_point(SegmentCase("max", 16), graph_of("h"), [("auto", "float32")])
-    assert row["status"] == "breach" and row["worst"].startswith("grad_x")
 
 
 @pytest.mark.parametrize("op", AGGREGATIONS)

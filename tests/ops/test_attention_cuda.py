@@ -1,6 +1,6 @@
 """The operators on a GPU: against float64, torch.compile, autocast, capture, streams, devices, wrong arguments.
 
-The large grid of shapes and graphs is `python -m benchmarks.check`.
+The larger grid of shapes and graphs is that of `--grid=full`.
 """
 
 from functools import partial
