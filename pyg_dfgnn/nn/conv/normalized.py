@@ -19,6 +19,8 @@ from pyg_dfgnn.ops.segment import aggregate, inverse_root_degree, symmetric_norm
 from pyg_dfgnn.ops.visits import is_compiled_few, is_new
 
 _SCALED = {"sum", "mean"}
+_BATCHED = (NO_MATRIX,)
+"""Reasons where nothing but a dimension before that of the nodes is against kernels."""
 
 
 class NormalizedConv(AggregationConv):
@@ -58,6 +60,8 @@ class NormalizedConv(AggregationConv):
 
     def _ask_normalized(self, x: Any, edge_index: Any, edge_weight: Tensor | None, *reasons: str) -> ConvCall:
         """Ask the gate about a call whose edges are to be normalised, if the conv does so."""
+        if type(edge_index) is Tensor and edge_index.is_cuda and isinstance(x, Tensor) and x.dim() != 2 and not reasons:
+            return ConvCall(_BATCHED, (), edge_index, "tensor")
         # With a cache the first edges are those of all calls.
         makes_weights = edge_weight is not None and self.normalize and not self._takes_cache
         is_few = makes_weights and isinstance(x, Tensor) and x.dim() == 2 and is_new(self, edge_index)
