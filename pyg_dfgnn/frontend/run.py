@@ -140,12 +140,12 @@ class Region:
 
     def _on_new(self, edges: Tensor, num_src: int, num_dst: int, inputs: dict[str, Tensor]) -> Tensor | None:
         """Return the only output on edges that are too new to be measured; None where no family does without."""
-        caller, kind = self.caller, dtype_of(inputs)
+        layer, kind = self.caller.layer, dtype_of(inputs)
         family = match_of(self.program, kind, edges.device, self.names) if backend() is KERNELS else None
-        if family is None or caller.layer is None or not current().leaves_new:
+        if family is None or layer is None or not current().leaves_new:
             return None
-        counts = not may_run_again(caller.layer.training)
-        graph = unmeasured_graph(id(caller.layer), edges, num_src, num_dst, False, self.transposed, counts=counts)
+        counts = not may_run_again(layer.training)
+        graph = unmeasured_graph(id(layer), edges, num_src, num_dst, False, self.transposed, counts=counts)
         if graph is None:
             return None
         self.reasons, self.is_refused = (), False
@@ -214,12 +214,12 @@ class Region:
 
     def _is_left(self, edges: Tensor) -> bool:
         """Return whether torch takes edges that are new, or a few launches on few edges."""
-        caller = self.caller
-        self.turn, self.is_small, self.is_refused = caller.turn, False, False
+        caller, layer = self.caller, self.caller.layer
+        self.turn, self.is_refused = caller.turn, False
         self.is_small = is_small(self.program, edges.size(1)) and may_be_left(edges)
-        if self.is_small or caller.layer is None:
+        if self.is_small or layer is None:
             return self.is_small
-        return is_new_tensor(caller.layer, edges, self.kind, caller.turn)
+        return is_new_tensor(layer, edges, self.kind, caller.turn)
 
     def _by_torch(self, args: Sequence[Any], reasons: Sequence[str]) -> Any:
         self.reasons = reasons
