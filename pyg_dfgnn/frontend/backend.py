@@ -78,6 +78,7 @@ class Compiler:
         edges: The edges among the arguments of the call.
         of_thread: Edges of a part in this thread's call, which the graph gets in the place of the plain ones.
         turn: Number of its call.
+        visited: Number of the last call that was a visit of edges that are not measured.
     """
 
     def __init__(self, name: str, on_parts: bool = False) -> None:
@@ -87,7 +88,7 @@ class Compiler:
         self.graphs: list[Captured] = []
         self.layer: Module | None = None
         self.edges: Tensor | None = None
-        self.turn = 0
+        self.turn, self.visited = 0, -1
 
     def __call__(self, module: GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
         """Return what runs a graph."""

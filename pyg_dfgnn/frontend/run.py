@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from pyg_dfgnn.fallback import NO_DEVICE, SMALL, report_fallback
+from pyg_dfgnn.fallback import FEW, NO_DEVICE, report_fallback
 from pyg_dfgnn.graph.ends import PartitionedEdges
 from pyg_dfgnn.graph.equal_edges import Seen, graph_of
 from pyg_dfgnn.ir.domains import D, E, S, Ts, U, V
@@ -22,7 +22,6 @@ from pyg_dfgnn.ops.relational.program import index_space_of
 from pyg_dfgnn.ops.visits import MANY_EDGES, is_new_tensor, may_be_left
 from pyg_dfgnn.settings import current
 
-_SMALL = (SMALL,)
 _OF_SOURCES = {S, U, Ts}
 _TO_TARGETS = ((D, E), (V, E), (D, V))
 """Rows that a program reduces to, and from, where it gives nothing to remote sources."""
@@ -114,7 +113,7 @@ class Region:
         if runs.devices is not None and edges.device.type not in runs.devices:
             return self._by_torch(args, (NO_DEVICE,))
         if self._is_left(edges):
-            return self._by_torch(args, _SMALL)
+            return self._by_torch(args, FEW)
         num_src, num_dst, types, inputs = self.read(args)
         if edges is self.caller.edges and edges.size(1) >= MANY_EDGES and types is None:
             output = self._on_new(edges, num_src, num_dst, inputs)
@@ -140,11 +139,13 @@ class Region:
 
     def _on_new(self, edges: Tensor, num_src: int, num_dst: int, inputs: dict[str, Tensor]) -> Tensor | None:
         """Return the only output on edges that are too new to be measured; None where no family does without."""
-        layer, kind = self.caller.layer, dtype_of(inputs)
+        caller, layer, kind = self.caller, self.caller.layer, dtype_of(inputs)
         family = match_of(self.program, kind, edges.device, self.names) if backend() is KERNELS else None
         if family is None or layer is None or not current().leaves_new:
             return None
-        counts = not may_run_again(layer.training)
+        # All regions of a call are one visit.
+        counts = caller.visited != caller.turn and not may_run_again(layer.training)
+        caller.visited = caller.turn
         graph = unmeasured_graph(id(layer), edges, num_src, num_dst, False, self.transposed, counts=counts)
         if graph is None:
             return None
@@ -223,6 +224,6 @@ class Region:
 
     def _by_torch(self, args: Sequence[Any], reasons: Sequence[str]) -> Any:
         self.reasons = reasons
-        if reasons is not _SMALL:
+        if reasons is not FEW:
             report_fallback(self.caller.name, reasons)
         return self.by_torch(*args)

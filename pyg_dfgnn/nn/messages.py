@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch_geometric.data import Data
 
 from pyg_dfgnn.dispatch.core import fused_device_types
 from pyg_dfgnn.dispatch.traversal import storage_reasons
@@ -81,9 +82,9 @@ class Mark:
         is_left: Whether none of them had a program, so that the layer's own code runs.
         refused: Kinds of calls of which kernels run no program.
         on_part: Captured forward of the last call with a part of a graph; None without.
-        quiet: Number of calls to come that nothing is asked about, while argument `place` is of `numbers` ids at most.
-        new: Number of calls with new edges, one after another.
-        under: The settings that `quiet` holds under.
+        quiet: Number of calls to come that nothing is asked about, as long as they are like the last one.
+        like: Place of its edges, types of its arguments, number of its ids, and the settings that it had.
+        new: Number of calls with new edges, one after another, that were asked about.
     """
 
     may_be_quiet = True
@@ -91,8 +92,8 @@ class Mark:
 
     def __init__(self, kind: type) -> None:
         self.kind, self.few, self.seen, self.is_left = kind, -1, -1, False
-        self.quiet, self.place, self.numbers, self.new = 0, 0, 0, 0
-        self.under: Any = None
+        self.quiet, self.new = 0, 0
+        self.like: Any = None
         self.parts: list[dict[str, Any]] = []
         self.refused: set[Any] = set()
         self.forward: Forward | None = None
@@ -106,7 +107,7 @@ class Mark:
 
     def call(self, layer: Any, own: Callable[..., Any], forwards: Forwards, args: Any, kwargs: Any) -> Any:
         """Return what a call of the forward returns."""
-        edges, has_others, values = None, False, (*args, *kwargs.values()) if kwargs else args
+        edges, batch, has_others, values = None, None, False, (*args, *kwargs.values()) if kwargs else args
         for value in values:
             if type(value) is Tensor:
                 if edges is None and value.dtype in INDEX_DTYPES and value.dim() == 2 and value.size(0) == 2:
@@ -123,10 +124,10 @@ class Mark:
                 return self.call(layer, own, forwards, args, kwargs)
             elif value is not None:
                 has_others = True
-                # Layers of GraphGym and GraphGPS take a batch.
-                inner = getattr(value, "edge_index", None)
-                if edges is None and type(inner) is Tensor and inner.dim() == 2:
-                    edges = inner
+                batch = value if isinstance(value, Data) else batch
+        if edges is None and batch is not None and type(batch.edge_index) is Tensor:
+            # Layers of GraphGym and GraphGPS take a batch.
+            edges = batch.edge_index
         under, may_be_few, is_left = current(), False, False
         if not under.compile_messages or step.is_refilled:
             return own(layer, *args, **kwargs)
@@ -135,11 +136,11 @@ class Mark:
             may_be_few = under.leaves_few and edges.layout is torch.strided
             is_few = may_be_few and self.few >= 0 and edges.size(1) <= self.few
             is_left = is_few or (may_be_few and is_new_tensor(layer, edges, under=under))
-            self.new = self.new + 1 if is_left else 0
-            if is_few or self.new > _PERSISTENT:
-                places = [place for place, value in enumerate(args) if value is edges]
-                self.quiet = _QUIET if places else 0
-                self.place, self.numbers, self.under = max(places, default=0), edges.numel(), under
+            self.new = self.new + 1 if is_left and not is_few else 0
+            places = [place for place, value in enumerate(args) if value is edges]
+            if places and not kwargs and (is_few or self.new > _PERSISTENT):
+                self.like = places[0], tuple(map(type, args)), edges.numel(), under
+                self.quiet = _QUIET
         elif edges is not None and backend().devices is not None and lacks_kernels(edges):
             report_fallback(self.kind.__name__, CPU)
             is_left = True
@@ -159,7 +160,7 @@ class Mark:
             return own(layer, *args, **kwargs)
         if self.refused and current().fallback != "error" and _call_of(layer, values) in self.refused:
             return own(layer, *args, **kwargs)
-        reasons = self.reasons(layer, values)
+        reasons = self.reasons(layer, values if batch is None else (*values, edges))
         if reasons:
             report_fallback(self.kind.__name__, reasons)
             return own(layer, *args, **kwargs)
@@ -169,8 +170,8 @@ class Mark:
             args, kwargs = of_any_size(args, views), of_any_size(kwargs, views)
         # The layers of a size have one forward, whose graphs each call of any of them may run.
         forward.compiler.turn = turn = forward.compiler.turn + 1
-        forward.compiler.layer, forward.compiler.edges = layer, edges
         undo, failure = before_call(layer, forward), None
+        forward.compiler.layer, forward.compiler.edges = layer, edges
         try:
             result = forward.run(layer, *args, **kwargs)
         except ERRORS_OF_USERS:
@@ -242,15 +243,19 @@ def _wrapped(own: Callable[..., Any], kind: type) -> Callable[..., Any]:
     forwards = Forwards()
 
     # What the function reads is in its closure, see below.
-    name, is_compiling, tensor, settings, here = MARK, torch.compiler.is_compiling, Tensor, current, step
+    name, is_compiling, settings, here = MARK, torch.compiler.is_compiling, current, step
+    strided, may_change = torch.strided, may_run_again
 
     def wrapper(self: Any, *args: Any, **kwargs: Any) -> Any:
         mark = self.__dict__.get(name)
         if mark is None or mark.kind is not kind or is_compiling():
             return own(self, *args, **kwargs)
         # Each function that a call enters costs the host: this is what `Mark.call` does with few edges.
-        if mark.quiet and mark.may_be_quiet and len(args) > mark.place and type(args[mark.place]) is tensor:
-            if args[mark.place].numel() <= mark.numbers and mark.under is settings() and not here.is_refilled:
+        if mark.quiet > 0 and mark.may_be_quiet and not kwargs and not here.is_refilled:
+            place, kinds, most, under = mark.like
+            edges = args[place] if tuple(map(type, args)) == kinds else None
+            is_like = edges is not None and edges.is_cuda and edges.layout is strided and edges.numel() <= most
+            if is_like and under is settings() and not may_change(self.training):
                 mark.quiet -= 1
                 before, here.is_left = here.is_left, True
                 try:

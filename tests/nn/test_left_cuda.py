@@ -4,9 +4,12 @@ import copy
 
 import pytest
 import torch
+from torch.utils.checkpoint import checkpoint
+from torch_geometric.data import Data
 from torch_geometric.nn import MessagePassing
 
 import pyg_dfgnn
+from pyg_dfgnn.graph import Graph
 from pyg_dfgnn.nn import messages
 from pyg_dfgnn.reference.tolerances import elementwise
 from pyg_dfgnn.settings import Settings
@@ -17,21 +20,20 @@ SETTINGS = Settings()
 DEVICE = "cuda"
 
 
-class _Batch:
-    """What a layer of GraphGym takes."""
-
-    def __init__(self, x, edge_index):
-        self.x, self.edge_index = x, edge_index
+def many_operators(x):
+    """A message of so many operators that kernels take few edges too, once they are known."""
+    return torch.tanh(x) * torch.sigmoid(x).exp().cos() / (x * x + 1).sqrt()
 
 
 class _OfBatch(MessagePassing):
-    """Sums of messages over the edges of a batch."""
+    """Sums of messages over the edges of a batch, as a layer of GraphGym takes one."""
 
-    def forward(self, batch):
-        return self.propagate(batch.edge_index, x=batch.x)
+    def forward(self, batch, edge_index=None):
+        edge_index = batch.edge_index if edge_index is None else edge_index
+        return self.propagate(edge_index, x=batch.x)
 
     def message(self, x_j):
-        return torch.tanh(x_j)
+        return many_operators(x_j)
 
 
 class _Scaled(MessagePassing):
@@ -60,10 +62,41 @@ def test_few_edges_of_a_batch_are_found():
     layer, x = pyg_dfgnn.accelerate(_OfBatch()), torch.randn(30, 8, device=DEVICE)
     with pyg_dfgnn.local_settings(profile=True):
         for _ in range(4):
-            layer(_Batch(x, edges()))
+            layer(Data(x, edges()))
         (counts,) = [row for row in pyg_dfgnn.stats() if row.kind == "_OfBatch"]
     # Nothing was captured for them.
     assert counts.pyg == 4 and layer.__dict__[messages.MARK].forward is None
+
+
+def test_edges_beside_a_batch_decide():
+    layer, x, known = pyg_dfgnn.accelerate(_OfBatch()), torch.randn(30, 8, device=DEVICE), edges()
+    with pyg_dfgnn.local_settings(profile=True):
+        for _ in range(8):
+            layer(Data(x, edges(20)), known)
+        (counts,) = [row for row in pyg_dfgnn.stats() if row.kind == "_OfBatch"]
+    assert counts.fused and counts.pyg < 8
+
+
+class _Asked(dict):
+    """A dictionary whose attributes are its items."""
+
+    def __getattr__(self, name):
+        return self[name]
+
+
+class _Optional(MessagePassing):
+    """Sums of messages, with options."""
+
+    def forward(self, x, edge_index, options=None):
+        return self.propagate(edge_index, x=x)
+
+    def message(self, x_j):
+        return many_operators(x_j)
+
+
+def test_other_arguments_are_asked_nothing():
+    layer, x = pyg_dfgnn.accelerate(_Optional()), torch.randn(30, 8, device=DEVICE)
+    layer(x, edges(), _Asked(a=1))
 
 
 def test_a_layer_whose_edges_stay_new_is_asked_seldom(asked, monkeypatch):
@@ -89,3 +122,39 @@ def test_a_layer_whose_edges_stay_new_is_asked_seldom(asked, monkeypatch):
         out = layer(scale, x, known)
     torch.testing.assert_close(out, plain(scale, x, known), **elementwise("float32"))
     assert layer.__dict__[messages.MARK].forward is not None
+
+
+class _TwoEdges(MessagePassing):
+    """Sums of messages over edges, and over others."""
+
+    def forward(self, x, edge_index, other):
+        return self.propagate(edge_index, x=x) + self.propagate(other, x=x)
+
+    def message(self, x_j):
+        return torch.tanh(x_j)
+
+
+def test_a_graph_beside_edges_that_stay_new_is_seen(monkeypatch):
+    monkeypatch.setattr(messages, "_PERSISTENT", 4)
+    layer, x, other = pyg_dfgnn.accelerate(_TwoEdges()), torch.randn(30, 8, device=DEVICE), edges()
+    for _ in range(8):
+        layer(x, edges(), other)
+    new = edges()
+    want, out = layer(x, new, other), layer(x, new, Graph.of(other, 30, 30))
+    torch.testing.assert_close(out, want, **elementwise("float32"))
+
+
+@pytest.mark.parametrize("news", [8, 9])
+def test_a_checkpoint_computes_what_it_computed_before(news, monkeypatch):
+    """Edges that kernels take are known before others, that stay new, end the questions in all calls but a few."""
+    monkeypatch.setattr(messages, "_PERSISTENT", 4)
+    layer, x, known = pyg_dfgnn.accelerate(_Optional()).eval(), torch.randn(30, 8, device=DEVICE), edges()
+    for _ in range(6):
+        layer(x, known)
+    layer.train()
+    for _ in range(news):
+        layer(x, edges())
+    for _ in range(20):
+        inputs = x.clone().requires_grad_()
+        checkpoint(layer, inputs, known, use_reentrant=False).sum().backward()
+        assert inputs.grad is not None

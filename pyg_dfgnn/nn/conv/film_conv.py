@@ -9,7 +9,6 @@ from torch.nn.functional import linear
 from torch_geometric.nn import conv
 from torch_geometric.typing import Adj, OptTensor, PairTensor
 
-from pyg_dfgnn.fallback import FEW
 from pyg_dfgnn.graph import Graph
 from pyg_dfgnn.graph.relations import one_relation
 from pyg_dfgnn.ir.layers import Layer
@@ -17,7 +16,6 @@ from pyg_dfgnn.nn.conv.relational import RelationalConv
 from pyg_dfgnn.nn.conv_call import ConvCall
 from pyg_dfgnn.nn.gate import has_hooks, methods_of, statistics_of
 from pyg_dfgnn.nn.projection import is_plain_linear
-from pyg_dfgnn.nn.registry import Description
 from pyg_dfgnn.ops.relational import RowSet
 from pyg_dfgnn.ops.visits import run_left
 
@@ -52,6 +50,7 @@ class FiLMConv(RelationalConv, conv.FiLMConv):
     propagate_type = {"x": Tensor, "beta": Tensor, "gamma": Tensor}
     _upstream_methods = methods_of(conv.FiLMConv)
     _node_dim = -2
+    _loop_width = "out_channels"
     _fused_statistics = frozenset({"sum", "mean", "max"})
 
     def _call(self, x: Tensor | PairTensor, edge_index: Adj | Graph, edge_type: OptTensor = None) -> ConvCall:
@@ -91,7 +90,7 @@ class FiLMConv(RelationalConv, conv.FiLMConv):
 
     def forward(self, x: Tensor | PairTensor, edge_index: Adj | Graph, edge_type: OptTensor = None) -> Tensor:
         """PyG's forward, also on a `Graph`; see `torch_geometric.nn.FiLMConv.forward`."""
-        if self._is_looped(edge_index, self.out_channels):
+        if self._is_looped(edge_index):
             return run_left(super().forward, x, edge_index, edge_type)  # type: ignore[no-any-return]
         call = self._call(x, edge_index, edge_type)
         if call.reasons:
@@ -102,12 +101,6 @@ class FiLMConv(RelationalConv, conv.FiLMConv):
         own = self._own(x if isinstance(x, Tensor) else x[1], call.problem[0])
         # PyG's code sums messages in their dtype, also under autocast on a GPU.
         return (out + own).to(call.problem[0])
-
-    def _describe(self, device: torch.device | None, x: Any, edge_index: Any, *args: Any, **kwargs: Any) -> Description:
-        description = super()._describe(device, x, edge_index, *args, **kwargs)
-        if description.reasons or not self._is_one_of_few(edge_index, self.out_channels):
-            return description
-        return Description(description.layer, FEW, description.problem)
 
     def _own(self, x: Tensor, dtype: torch.dtype) -> Tensor:
         """Return what a node is to itself; in float32 where PyG's code, in 16 bits, rounds what the activation takes.

@@ -65,7 +65,7 @@ class NormalizedConv(AggregationConv):
         # With a cache the first edges are those of all calls.
         makes_weights = edge_weight is not None and self.normalize and not self._takes_cache
         is_few = makes_weights and isinstance(x, Tensor) and x.dim() == 2 and is_new(self, edge_index)
-        if is_few and not is_described():
+        if is_few and not reasons and not is_described():
             return ConvCall(FEW, (), edge_index, "tensor")
         if edges_lack_kernels(edge_index):
             return ConvCall([NO_DEVICE], (), edge_index, "tensor")

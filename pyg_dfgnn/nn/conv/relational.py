@@ -8,13 +8,14 @@ import torch
 from torch import Tensor
 from torch_geometric.typing import Adj, OptTensor
 
-from pyg_dfgnn.fallback import NO_DEVICE
+from pyg_dfgnn.fallback import FEW, NO_DEVICE
 from pyg_dfgnn.graph import Graph
 from pyg_dfgnn.ir.layers import Layer
 from pyg_dfgnn.nn import conv_call
 from pyg_dfgnn.nn.conv.aggregation import is_matrix, values_of
 from pyg_dfgnn.nn.conv_call import ConvCall
 from pyg_dfgnn.nn.gate import FusedConv, edges_lack_kernels, is_multiple
+from pyg_dfgnn.nn.registry import Description
 from pyg_dfgnn.nn.relational_program import RelationalProblem, dtype_reasons, explain, reasons_of_problem, run
 from pyg_dfgnn.ops.relational import RowSet, index_space_of
 from pyg_dfgnn.ops.visits import MEASURED_NUMBERS, is_new, may_be_left, may_not_wait
@@ -36,6 +37,8 @@ class RelationalConv(FusedConv):
     _reasons_against = staticmethod(reasons_of_problem)
     _forms: tuple[str, ...] = ("tensor", "EdgeIndex", "SparseTensor", "Graph")
     """Forms of edges that PyG's conv takes, and a `Graph`."""
+    _loop_width = ""
+    """The attribute with the numbers in the rows that PyG's loop over the relations writes; empty where it has none."""
     _are_values_types = True
     """Whether the values of a sparse adjacency are relations."""
 
@@ -53,18 +56,26 @@ class RelationalConv(FusedConv):
         layer, inputs = self._program(call, graph, *args, **kwargs)
         return graph, explain(layer, index_space_of(graph), inputs, self._outputs(call))
 
-    def _is_looped(self, edge_index: Any, width: int) -> bool:
-        """Return whether PyG's loop over the relations takes a call in less time; it writes rows of `width` numbers."""
+    def _is_looped(self, edge_index: Any) -> bool:
+        """Return whether PyG's loop over the relations takes a call in less time."""
         # PyG's loop waits for the device.
         if self.num_relations > _FEW_RELATIONS or may_not_wait(edge_index):
             return False
-        if self._is_one_of_few(edge_index, width):
+        if self._is_one_of_few(edge_index):
             return True
-        return is_new(self, edge_index) and edge_index.size(-1) * width < MEASURED_NUMBERS
+        return is_new(self, edge_index) and edge_index.size(-1) * getattr(self, self._loop_width) < MEASURED_NUMBERS
 
-    def _is_one_of_few(self, edge_index: Any, width: int) -> bool:
+    def _is_one_of_few(self, edge_index: Any) -> bool:
         """Return whether there is one relation, with few edges."""
-        return self.num_relations == 1 and may_be_left(edge_index) and edge_index.size(-1) * width < _FEW_NUMBERS
+        if self.num_relations != 1 or not may_be_left(edge_index):
+            return False
+        return edge_index.size(-1) * getattr(self, self._loop_width) < _FEW_NUMBERS  # type: ignore[no-any-return]
+
+    def _describe(self, device: torch.device | None, x: Any, edge_index: Any, *args: Any, **kwargs: Any) -> Description:
+        description = super()._describe(device, x, edge_index, *args, **kwargs)
+        if description.reasons or not self._loop_width or not self._is_one_of_few(edge_index):
+            return description
+        return Description(description.layer, FEW, description.problem)
 
     def _outputs(self, call: ConvCall) -> Sequence[str] | None:
         """Return which outputs of the program a call reads; None for all."""

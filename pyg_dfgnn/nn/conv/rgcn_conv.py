@@ -102,10 +102,11 @@ class RGCNConv(RelationalGraphConv, conv.RGCNConv):
 
     propagate_type = {"x": Tensor, "edge_type_ptr": OptTensor}
     _upstream_methods = methods_of(conv.RGCNConv)
+    _loop_width = "in_channels_l"
     _fused_statistics = frozenset(AGGREGATIONS)
 
     def _is_left(self, edge_index: Any) -> bool:
-        return self._is_looped(edge_index, self.in_channels_l)
+        return self._is_looped(edge_index)
 
     def _run(self, *args: Any) -> dict[str, Tensor]:
         # PyG adds the relations to zeros of the default dtype.

@@ -306,7 +306,9 @@ def _by_head(graph: GraphLike, rows: Tensor, weight: Tensor, transposed: bool = 
     if not is_eager_on(graph) or storage_reasons(rows.dtype, rows.device):
         return torch.einsum("nhd,hcd->nhc" if transposed else "nhc,hcd->nhd", rows, weight)
     if rows.shape[0] < _MANY_ROWS and not is_refilled():
-        return torch.bmm(rows.transpose(0, 1), weight if not transposed else weight.transpose(1, 2)).transpose(0, 1)
+        # As kernels do, in the dtype of the rows.
+        with torch.autocast(rows.device.type, enabled=False):
+            return torch.bmm(rows.transpose(0, 1), weight.mT if transposed else weight).transpose(0, 1)
     return typed_linear(one_type(graph, rows.shape[0]), rows, weight.unsqueeze(0), transposed=transposed)
 
 
