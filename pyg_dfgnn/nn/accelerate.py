@@ -79,7 +79,20 @@ def accelerate(model: Model, *, only: LayerChoice = None, skip: LayerChoice = No
             # Made by a name of ours.
             module.__class__ = upstream
             set_propagate(module)
-    swapped = [module for module in chosen if type(module) in table and _suits(table[type(module)], module)]
+    # A drop-in reduces by itself; where PyG's code runs in its place, so does PyG's reduction.
+    reducers = {
+        part
+        for module in inner.modules()
+        if isinstance(module, MessagePassing)
+        and (kind := table.get(upstream_of(type(module)))) is not None
+        and _suits(kind, module)
+        for part in module.aggr_module.modules()
+    }
+    swapped = [
+        module
+        for module in chosen
+        if type(module) in table and module not in reducers and _suits(table[type(module)], module)
+    ]
     ours = tuple(table.values())
     inside = {part for module in inner.modules() if isinstance(module, ours) for part in module.modules()}
     for module in swapped:
