@@ -16,6 +16,7 @@ from pyg_dfgnn.fallback import inform
 from pyg_dfgnn.graph.ends import PartitionedEdges
 from pyg_dfgnn.nn.captured_forward import ON_PART
 from pyg_dfgnn.nn.conv.to_hetero import join_relations, split_relations
+from pyg_dfgnn.nn.gate import FusedConv, statistics_of
 from pyg_dfgnn.nn.messages import Mark, describe, standing
 from pyg_dfgnn.nn.owned import OfLayers
 from pyg_dfgnn.nn.registry import (
@@ -83,9 +84,7 @@ def accelerate(model: Model, *, only: LayerChoice = None, skip: LayerChoice = No
     reducers = {
         part
         for module in inner.modules()
-        if isinstance(module, MessagePassing)
-        and (kind := table.get(upstream_of(type(module)))) is not None
-        and _suits(kind, module)
+        if isinstance(module, MessagePassing) and _reduces(table.get(upstream_of(type(module))), module)
         for part in module.aggr_module.modules()
     }
     swapped = [
@@ -156,6 +155,16 @@ def _suits(drop_in: type, layer: torch.nn.Module) -> bool:
     """Return whether a drop-in has kernels for a layer as it was made; else its forward is compiled."""
     asked: Callable[[torch.nn.Module], bool] | None = getattr(drop_in, "_suits", None)
     return asked is None or asked(layer)
+
+
+def _reduces(drop_in: Any, conv: Any) -> bool:
+    """Return whether a drop-in has kernels for a conv with the aggregation that it was made with."""
+    if drop_in is None or not issubclass(drop_in, FusedConv) or not _suits(drop_in, conv):
+        return False
+    reduction = conv.aggr_module
+    is_scaled = drop_in._scaler is not None and upstream_of(type(reduction)) is drop_in._scaler
+    statistics = statistics_of(reduction.aggr if is_scaled else reduction)
+    return bool(statistics) and drop_in._fused_statistics.issuperset(statistics)
 
 
 def _choices(name: str, choice: LayerChoice) -> tuple[type | str, ...]:

@@ -125,9 +125,10 @@ class Mark:
             elif value is not None:
                 has_others = True
                 batch = value if isinstance(value, Data) else batch
-        if edges is None and batch is not None and type(batch.edge_index) is Tensor:
-            # Layers of GraphGym and GraphGPS take a batch.
-            edges = batch.edge_index
+        # Layers of GraphGym and GraphGPS take a batch.
+        inner = batch.edge_index if edges is None and batch is not None else None
+        if type(inner) is Tensor and inner.dim() == 2:
+            edges = inner
         under, may_be_few, is_left = current(), False, False
         if not under.compile_messages or step.is_refilled:
             return own(layer, *args, **kwargs)
@@ -137,9 +138,9 @@ class Mark:
             is_few = may_be_few and self.few >= 0 and edges.size(1) <= self.few
             is_left = is_few or (may_be_few and is_new_tensor(layer, edges, under=under))
             self.new = self.new + 1 if is_left and not is_few else 0
-            places = [place for place, value in enumerate(args) if value is edges]
-            if places and not kwargs and (is_few or self.new > _PERSISTENT):
-                self.like = places[0], tuple(map(type, args)), edges.numel(), under
+            if (is_few or self.new > _PERSISTENT) and not kwargs and batch is None:
+                place = next(place for place, value in enumerate(args) if value is edges)
+                self.like = place, tuple(map(type, args)), edges.numel(), under
                 self.quiet = _QUIET
         elif edges is not None and backend().devices is not None and lacks_kernels(edges):
             report_fallback(self.kind.__name__, CPU)
