@@ -189,16 +189,21 @@ def test_a_loop_over_few_relations_is_pygs_on_new_edges():
 
 @needs_compiler
 @pytest.mark.parametrize("relations", [1, 2])
-def test_one_relation_with_few_edges_is_pygs_also_where_they_are_known(relations):
+@pytest.mark.parametrize("kind", [pyg.FiLMConv, pyg.RGCNConv])
+def test_one_relation_with_few_edges_is_pygs_also_where_they_are_known(kind, relations):
     edge_index, edge_type = edges(), torch.arange(90) % relations
-    x, layer = torch.randn(30, FEATURES), pyg.FiLMConv(FEATURES, 4, relations)
+    x, layer = torch.randn(30, FEATURES), kind(FEATURES, 4, relations)
     want = layer(x, edge_index, edge_type)
     pyg_dfgnn.accelerate(nn.ModuleList([layer]))
     with emulated_device() as launched:
         for _ in range(4):
             torch.testing.assert_close(layer(x, edge_index, edge_type), want, **elementwise("float32/few_terms"))
         assert bool(launched) is (relations > 1)
-        assert pyg_dfgnn.describe_plan(layer, x, edge_index, edge_type).fused is (relations > 1)
+        for args, kwargs in (
+            ((x, edge_index, edge_type), {}),
+            ((x,), {"edge_type": edge_type, "edge_index": edge_index}),
+        ):
+            assert pyg_dfgnn.describe_plan(layer, *args, **kwargs).fused is (relations > 1)
 
 
 @needs_compiler

@@ -1,5 +1,6 @@
 """Base class of the relational convs: the question to the gate, the graph with its relations, the run of a program."""
 
+import inspect
 from collections.abc import Sequence
 from operator import attrgetter
 from typing import Any
@@ -71,9 +72,12 @@ class RelationalConv(FusedConv):
             return False
         return edge_index.size(-1) * getattr(self, self._loop_width) < _FEW_NUMBERS  # type: ignore[no-any-return]
 
-    def _describe(self, device: torch.device | None, x: Any, edge_index: Any, *args: Any, **kwargs: Any) -> Description:
-        description = super()._describe(device, x, edge_index, *args, **kwargs)
-        if description.reasons or not self._loop_width or not self._is_one_of_few(edge_index):
+    def _describe(self, device: torch.device | None, *args: Any, **kwargs: Any) -> Description:
+        description = super()._describe(device, *args, **kwargs)
+        if description.reasons or not self._loop_width:
+            return description
+        arguments = inspect.signature(self.forward).bind(*args, **kwargs).arguments
+        if not self._is_one_of_few(arguments["edge_index"]):
             return description
         return Description(description.layer, FEW, description.problem)
 
