@@ -47,6 +47,10 @@ class ConvCall(NamedTuple):
     edge_type: Tensor | None = None
     part: Part | None = None
 
+    def replace(self, **fields: Any) -> "ConvCall":
+        """Return the call with other fields; torch 2.11 cannot go on with what `_replace` makes after a graph break."""
+        return ConvCall(**{**self._asdict(), **fields})
+
 
 def form_of(edge_index: Any) -> str:
     """Return one of `FORMS`, or the name of a type that no conv takes."""

@@ -195,7 +195,7 @@ class AggregationConv(FusedConv):
         call = self._gate(
             question, nodes, edge_index, size=size, self_loops=self_loops, one_way=not by_role, reasons=against
         )
-        return call if edge is None else call._replace(edge_attr=edge)
+        return call if edge is None else call.replace(edge_attr=edge)
 
     def _is_part(self, edge_index: Any) -> bool:
         """Return whether kernels may take the edges of a part of a graph."""
@@ -210,9 +210,7 @@ class AggregationConv(FusedConv):
             sources = x.new_empty(1, 1).expand(part.num_sources, x.size(1))
         call = self._gate(question, (sources, x), part.edge_index, *args, **kwargs)
         # PyG's code fetches what it gathers.
-        return (
-            call._replace(edge_index=edge_index, form="PartitionedEdges") if call.reasons else call._replace(part=part)
-        )
+        return call.replace(edge_index=edge_index, form="PartitionedEdges") if call.reasons else call.replace(part=part)
 
     def _is_left(self, x: Any, edge_index: Any, edge: Tensor | None = None) -> bool:
         """Return whether PyG's code takes a call in less time: its edges are few, and new or summed by two launches."""
@@ -313,7 +311,7 @@ class AggregationConv(FusedConv):
         problem = replace(
             problem, message=message, source_scaled=scaled, target_scaled=scaled, self_loops=sent.self_loops
         )
-        return problem, call._replace(edge_index=sent.graph, form="Graph", edge_attr=None, self_loops=False)
+        return problem, call.replace(edge_index=sent.graph, form="Graph", edge_attr=None, self_loops=False)
 
     def _plain(self, call: ConvCall) -> Tensor:
         """Return the edges of a call as PyG's functions take them, int64 [2, E]."""
@@ -329,7 +327,7 @@ class AggregationConv(FusedConv):
 
     def _edges(self, call: ConvCall, *_: Any, measured: bool = False) -> tuple[Graph | EdgeSet, Tensor | None, Any]:
         # The messages read the edges as they are: nothing is made of their features for the loops.
-        return super()._edges(call if call.edge_attr is None else call._replace(edge_attr=None), measured=measured)
+        return super()._edges(call if call.edge_attr is None else call.replace(edge_attr=None), measured=measured)
 
     def _message_inputs(self, call: ConvCall) -> MessageInputs:
         """Return what a call without reasons sends, where nothing is normalised.

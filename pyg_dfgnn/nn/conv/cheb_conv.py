@@ -106,7 +106,7 @@ class ChebConv(AggregationConv, conv.ChebConv):
         Raises:
             ValueError: The edges change, as those of batches in a captured step do.
         """
-        graph, _, _ = self._edges(call._replace(self_loops=False), measured=True)
+        graph, _, _ = self._edges(call.replace(self_loops=False), measured=True)
         assert isinstance(graph, Graph)
         if graph.is_static:
             need = "edges that stay as they are, since the layer looks for self-loops among them"

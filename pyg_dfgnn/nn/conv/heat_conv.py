@@ -49,7 +49,7 @@ class HEATConv(RelationalConv, conv.HEATConv):
         call = self._check_support(
             (x, x), edge_index, edge_type, self.att.weight, reasons, dropout=self.dropout, one_way=True
         )
-        return call._replace(edge_attr=edge_attr)
+        return call.replace(edge_attr=edge_attr)
 
     def _count_relations(self) -> int:
         return self.edge_type_emb.num_embeddings

@@ -154,4 +154,4 @@ class JointConv(RelationalConv):
             else edge_index
             for name, edge_index in call.edge_index.edge_index.items()
         }
-        return super()._fall_back(call._replace(edge_index=plain), x, *args, **kwargs)
+        return super()._fall_back(call.replace(edge_index=plain), x, *args, **kwargs)

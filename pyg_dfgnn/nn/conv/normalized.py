@@ -143,7 +143,7 @@ class NormalizedConv(AggregationConv):
         is_sum = self._is_by_node(call.edge_attr) and statistics_of(self.aggr_module) == ("sum",)
         if not call.self_loops or not is_sum or torch.compiler.is_compiling():
             return None
-        graph, _, _ = self._edges(call._replace(self_loops=False), measured=True)
+        graph, _, _ = self._edges(call.replace(self_loops=False), measured=True)
         return None if isinstance(graph, EdgeSet) or graph.has_loops else graph
 
     def _as_run(self, problem: Any, call: ConvCall, x: Tensor, *_: Any, **__: Any) -> tuple[Any, ConvCall]:

@@ -128,7 +128,7 @@ class RelationalConv(FusedConv):
         if form == "Graph" and edge_index.is_static:
             against.append("a RefilledGraph has no relations")
         call = self._gate((), nodes, edge_index, reasons=against, **options)
-        return call._replace(edge_type=edge_type)
+        return call.replace(edge_type=edge_type)
 
     def _parameter_reasons(self, x: Tensor | None, weight: Tensor) -> list[str]:
         """Return what the aggregation and the dtypes of features and parameters have against the fused forward."""

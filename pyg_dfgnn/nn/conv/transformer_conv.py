@@ -62,7 +62,7 @@ class TransformerConv(AttentionConv, conv.TransformerConv):
         )
         if call.edge_attr is not None and self._shares_edge_rows(call.edge_attr):
             # Neither TF32 nor dout_dlogit.
-            call = call._replace(problem=(*call.problem, False, False, lin_edge.in_channels))
+            call = call.replace(problem=(*call.problem, False, False, lin_edge.in_channels))
         return call
 
     def _shares_edge_rows(self, edge_attr: Tensor) -> bool:
