@@ -45,7 +45,7 @@ BOUNDS = {
 
 Throughput must not fall by more, all else must not grow by more. `used_mb` is that of the whole device.
 """
-FIELDS = ("seconds", "steps", *BOUNDS)
+FIELDS = ("seconds", "steps", "width", *BOUNDS)
 
 Sample = dict[str, float]
 
@@ -137,13 +137,16 @@ def soak(step: Batches, seconds: float, every_s: float, churn_s: float, cache: P
             torch.cuda.synchronize()
         now = time.perf_counter()
         count += 1
-        yield sample(now - started, step.steps, (step.steps - before) / (now - begun))
+        yield sample(now - started, step.steps, (step.steps - before) / (now - begun)) | {"width": step.width}
 
 
-def trend(times: Sequence[float], values: Sequence[float]) -> float:
-    """Return by how much values change over their time: the median slope of all pairs, which outliers do not move."""
-    pairs = itertools.combinations(zip(times, values, strict=True), 2)
-    slopes = [(b - a) / (later - first) for (first, a), (later, b) in pairs if later > first]
+def trend(times: Sequence[float], values: Sequence[float], widths: Sequence[float]) -> float:
+    """Return by how much values change over their time: the median slope, which outliers do not move.
+
+    Slopes are those of all pairs of one width: layers of another one take other memory and another time.
+    """
+    pairs = itertools.combinations(zip(times, values, widths, strict=True), 2)
+    slopes = [(b - a) / (later - first) for (first, a, one), (later, b, other) in pairs if one == other]
     return statistics.median(slopes) * (times[-1] - times[0])
 
 
@@ -158,8 +161,8 @@ def judge(samples: Sequence[Sample]) -> list[Outcome]:
         elif name == "steps_per_s" and "used_mb" not in samples[0]:
             rows.append(Outcome(what, SKIPPED, "the time of emulated kernels says nothing of a GPU"))
         else:
-            times, values = [each["seconds"] for each in half], [each[name] for each in half]
-            change, middle = trend(times, values), statistics.median(values)
+            times, values, widths = ([each[key] for each in half] for key in ("seconds", name, "width"))
+            change, middle = trend(times, values, widths), statistics.median(values)
             bound = max(least, part * middle)
             is_flat = (-change if name == "steps_per_s" else change) <= bound
             seconds = times[-1] - times[0]

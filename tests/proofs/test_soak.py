@@ -17,7 +17,8 @@ def samples(**slopes):
     level = {"allocated_mb": 500.0, "reserved_mb": 900.0, "used_mb": 2000.0, "rss_mb": 3000.0, "handles": 80.0}
     level |= {"threads": 40.0, "steps_per_s": 50.0}
     times = [10.0 * number for number in range(1, 361)]
-    return [{"seconds": t, "steps": t, **{k: v + slopes.get(k, 0.0) * t for k, v in level.items()}} for t in times]
+    fixed = {"steps": 1.0, "width": 16.0}
+    return [fixed | {"seconds": t, **{k: v + slopes.get(k, 0.0) * t for k, v in level.items()}} for t in times]
 
 
 def outcomes(found):
@@ -45,7 +46,19 @@ def test_each_quantity_has_a_bound(name):
 
 def test_trend_is_that_of_most_samples():
     times = [float(number) for number in range(20)]
-    assert trend(times, [3.0 * t for t in times[:-1]] + [1e9]) == pytest.approx(57.0)
+    assert trend(times, [3.0 * t for t in times[:-1]] + [1e9], [16] * 20) == pytest.approx(57.0)
+
+
+def test_widths_are_judged_one_by_one():
+    kept = samples()[:24]
+    for number, each in enumerate(kept):
+        # The last half begins with the fast width and ends with the slow one.
+        is_wide = number // 3 % 2 == 1
+        each.update(width=32.0 if is_wide else 16.0, steps_per_s=25.0 if is_wide else 35.0)
+    assert outcomes(judge(kept)) == dict.fromkeys(BOUNDS, PASSED)
+    for each in kept:
+        each["steps_per_s"] -= 0.1 * each["seconds"]
+    assert outcomes(judge(kept))["steps_per_s"] == FAILED
 
 
 WORDS = ["--every", "0.05", "--churn", "2"]
