@@ -1,4 +1,7 @@
-"""Imported by the server of tests' processes: what TorchDynamo does at its first graph is done before they start."""
+"""Imported by the server of tests' processes: what TorchDynamo does at its first graph is done before they start.
+
+With a build for CUDA they do it themselves, because TorchDynamo asks for the GPU, which a server must not have.
+"""
 
 import torch
 from torch._dynamo.utils import counters
@@ -8,6 +11,7 @@ def _double(x):
     return x + x
 
 
-torch.compile(_double, backend="eager", dynamic=True)(torch.ones(3))
-torch._dynamo.reset()
-counters.clear()
+if torch.version.cuda is None:
+    torch.compile(_double, backend="eager", dynamic=True)(torch.ones(3))
+    torch._dynamo.reset()
+    counters.clear()
