@@ -79,7 +79,10 @@ def cuda_graph(conv: Conv) -> None:
         raise NotApplicable("CUDA graphs need a GPU")
     pygs, own = conv.layer(), pyg_dfgnn.accelerate(conv.layer())
     given = Given(PLAIN, torch.float32, conv.device, torch.float32, None, False)
-    weights = weights_of(outputs_of(pygs, conv.case, given))
+    try:
+        weights = weights_of(outputs_of(pygs, conv.case, given))
+    except Exception as error:
+        raise NotApplicable(f"PyG's own layer raises {said(error)}") from error
     drawn = given.leaves
     fixed = Fixed(given, drawn)
 
@@ -100,8 +103,13 @@ def cuda_graph(conv: Conv) -> None:
                 step(layer)
         torch.cuda.current_stream().wait_stream(stream)
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            found = step(layer)
+        # What waits is an error before CUDA sees it: one within CUDA would leave PyTorch's random numbers of no use.
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            with torch.cuda.graph(graph):
+                found = step(layer)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
         return graph, found
 
     try:
