@@ -24,6 +24,7 @@ class Recording:
     def __init__(self, work: Work, stream: torch.cuda.Stream, pool: Any) -> None:
         self.graph = torch.cuda.CUDAGraph()
         current = torch.cuda.current_stream(stream.device)
+        drawn = torch.cuda.get_rng_state(stream.device)
         # Weights that autocast has cast belong to the moment, not to the replays.
         torch.clear_autocast_cache()
         try:
@@ -33,6 +34,7 @@ class Recording:
                 self.results = work()
         except BaseException:
             _end_allocations(stream.device, self.graph)
+            _renew_random_numbers(stream.device, drawn)
             raise
         finally:
             # PyTorch leaves the stream of a capture that failed in place.
@@ -50,6 +52,18 @@ def _end_allocations(device: torch.device, graph: torch.cuda.CUDAGraph) -> None:
     # Where the capture came to its end there is nothing to end.
     with suppress(RuntimeError):
         end_allocations(device.index, graph.pool())
+
+
+def _renew_random_numbers(device: torch.device, state: Tensor) -> None:
+    """Let PyTorch draw numbers outside of captures again, whose generator a failed capture may leave in its own state.
+
+    Args:
+        device: The device.
+        state: The state of its generator before the capture.
+    """
+    fresh = torch.Generator(device)
+    fresh.set_state(state)
+    torch.cuda.default_generators[device.index].graphsafe_set_state(fresh.graphsafe_get_state())
 
 
 @contextmanager

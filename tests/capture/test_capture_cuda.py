@@ -454,22 +454,30 @@ def test_batches_that_came_to_the_device_before(was_called):
 
 
 def test_a_capture_that_cuda_ends_is_told_as_well():
-    """PyTorch does not see this one coming; what such a capture leaves behind stays in another process."""
+    """PyTorch does not see this one coming; the process goes on, which another one tries."""
     code = """
 import torch
+from pyg_dfgnn.errors import UnsupportedError
 from pyg_dfgnn.capture import capture_step
 from tests.capture.test_capture_cuda import Waiting, masked_loss, plain, whole
-from torch import nn
-model = nn.Sequential(Waiting(lambda x: torch.cuda.synchronize())).cuda()
+model = torch.nn.Sequential(Waiting(lambda x: torch.cuda.synchronize())).cuda()
 optimizer = torch.optim.Adam(model.parameters(), fused=True)
 forward = lambda model, data: plain(model[0], data)
 step = capture_step(model, masked_loss, optimizer, whole().cuda(), forward=forward)
-for _ in range(4):
-    step()
+try:
+    for _ in range(4):
+        torch.cuda.manual_seed(0)
+        step()
+except UnsupportedError as error:
+    print(error)
+assert torch.rand(9, device="cuda").isfinite().all()
+model[0].wait = lambda x: torch.dropout(x, 0.5, True)
+step = capture_step(model, masked_loss, optimizer, whole().cuda(), forward=forward)
+assert all(step().isfinite() for _ in range(9))
 """
     result = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
     message = "the captured step cannot run here: '0', a Waiting, in the forward pass"
-    assert result.returncode == 1 and message in result.stderr, result.stderr
+    assert result.returncode == 0 and message in result.stdout, (result.stdout, result.stderr)
 
 
 @pytest.mark.parametrize("where", ["loss", "optimizer"])
