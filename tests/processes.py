@@ -11,7 +11,8 @@ import traceback
 import torch
 import torch.multiprocessing
 
-START = "forkserver"
+# Libraries ask for the GPU as they are imported, which a server must not have.
+START = "forkserver" if torch.version.cuda is None else "spawn"
 CONTEXT = multiprocessing.get_context(START)
 # Imported once, for the processes of all tests; no layer is made of it.
 CONTEXT.set_forkserver_preload(["torch_geometric.explain", "pyg_dfgnn.distributed", "pyg_dfgnn.nn", "tests.preloaded"])
