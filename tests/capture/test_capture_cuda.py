@@ -456,7 +456,7 @@ def test_batches_that_came_to_the_device_before(was_called):
 def test_a_capture_that_cuda_ends_is_told_as_well():
     """PyTorch does not see this one coming; the process goes on, which another one tries."""
     code = """
-import torch
+import pyg_dfgnn, torch
 from pyg_dfgnn.errors import UnsupportedError
 from pyg_dfgnn.capture import capture_step
 from tests.capture.test_capture_cuda import Waiting, masked_loss, plain, whole
@@ -472,6 +472,7 @@ except UnsupportedError as error:
     print(error)
 assert torch.rand(9, device="cuda").isfinite().all()
 model[0].wait = lambda x: torch.dropout(x, 0.5, True)
+pyg_dfgnn.accelerate(model)
 step = capture_step(model, masked_loss, optimizer, whole().cuda(), forward=forward)
 assert all(step().isfinite() for _ in range(9))
 """
