@@ -20,6 +20,8 @@ _FEW_NUMBERS = 1 << 25
 _NARROW, _WIDE = 128, 512
 MEASURED_NUMBERS = 100_000_000
 """Numbers that PyG writes for all edges from which its kernels take longer than the host, and new edges are sorted."""
+FEW_RELATIONS = 8
+"""Relations or types up to which PyG's loop takes less of the host than the lists of new edges or rows."""
 _COMPILED_NUMBERS = 1 << 23
 """Numbers in rows of edges below which what torch.compile makes of PyG's code takes less time than calls of ours."""
 _visits: dict[tuple[int, int], list[Any]] = {}

@@ -8,6 +8,7 @@ from torch import nn
 from torch_geometric.nn import conv as pyg
 
 import pyg_dfgnn
+from pyg_dfgnn.nn.conv import aggregation, relational
 from pyg_dfgnn.ops import visits
 from pyg_dfgnn.ops.visits import is_new
 from pyg_dfgnn.reference.tolerances import elementwise
@@ -185,6 +186,70 @@ def test_a_loop_over_few_relations_is_pygs_on_new_edges():
                 torch.testing.assert_close(layer(x, edge_index, edge_type), want, **elementwise("float32/few_terms"))
                 counts.append(len(launched) > before)
     assert counts == [False, False, True, True, True, True]
+
+
+RELATIONAL = {
+    "RGATConv": (lambda: pyg.RGATConv(FEATURES, 4, 3, heads=2), "edge_type"),
+    "FastRGCNConv": (lambda: pyg.FastRGCNConv(FEATURES, 4, 3), "edge_type"),
+    "HEATConv": (lambda: pyg.HEATConv(FEATURES, 4, 2, 3, 4, FEATURES, 4), "node_type edge_type edge_attr"),
+    "LGConv": (pyg.LGConv, ""),
+    "ARMAConv": (lambda: pyg.ARMAConv(FEATURES, 4), ""),
+    "TAGConv": (lambda: pyg.TAGConv(FEATURES, 4), ""),
+}
+
+
+@needs_compiler
+@pytest.mark.parametrize("name", RELATIONAL)
+def test_convs_whose_lists_or_norms_take_longer_are_pygs_on_new_edges(name, monkeypatch):
+    make, names = RELATIONAL[name]
+    given = {
+        "edge_type": torch.arange(90) % 3,
+        "node_type": torch.arange(30) % 2,
+        "edge_attr": torch.randn(90, FEATURES),
+    }
+    rest, x, edge_index = [given[name] for name in names.split()], torch.randn(30, FEATURES), edges()
+    layer, other = make(), make()
+    want = layer(x, edge_index, *rest)
+    pyg_dfgnn.accelerate(nn.ModuleList([layer, other]))
+    with emulated_device() as launched:
+        counts = []
+        for _ in range(3):
+            before = len(launched)
+            torch.testing.assert_close(layer(x, edge_index, *rest), want, **elementwise("float32/few_terms"))
+            counts.append(len(launched) > before)
+        assert counts == [False, False, True]
+        # What takes PyG's code longer takes kernels at once.
+        monkeypatch.setattr(relational, "_LISTED_NUMBERS", 90 * FEATURES)
+        monkeypatch.setattr(aggregation, "_NEW_NUMBERS", 90)
+        before = len(launched)
+        other(x, edges(), *rest)
+        assert len(launched) > before
+
+
+TYPES = [("a", "to", "b"), ("b", "to", "a"), ("a", "by", "a")]
+
+
+@needs_compiler
+@pytest.mark.parametrize("kind", [pyg.HGTConv, pyg.HANConv])
+def test_few_edge_types_are_pygs_on_new_edges(kind):
+    layer = kind(FEATURES, FEATURES, (["a", "b"], TYPES), heads=2)
+    x = {name: torch.randn(30, FEATURES) for name in "ab"}
+    known = {name: edges() for name in TYPES}
+    want = layer(x, known)
+    pyg_dfgnn.accelerate(nn.ModuleList([layer]))
+    with emulated_device() as launched:
+        counts = []
+        for _ in range(3):
+            before, found = len(launched), layer(x, known)
+            for name, rows in want.items():
+                torch.testing.assert_close(found[name], rows, **elementwise("float32/few_terms"))
+            counts.append(len(launched) > before)
+        assert counts == [False, False, True]
+        # PyG's HGTConv asks for the order of its edge types.
+        turned = {name: edges() for name in reversed(TYPES)}
+        before = len(launched)
+        layer(x, turned)
+        assert (len(launched) > before) is (kind is pyg.HGTConv)
 
 
 @needs_compiler

@@ -230,6 +230,10 @@ class AggregationConv(FusedConv):
         if self._is_few(x, edge_index, edge):
             visits.know_few(edge_index, kind)
             return True
+        return self._are_new(x, edge_index)
+
+    def _are_new(self, x: Any, edge_index: Tensor) -> bool:
+        """Return whether edges are new, and so few that PyG's code takes them in less time."""
         return visits.is_new(self, edge_index) and self._is_below(x, edge_index, _NEW_NUMBERS)
 
     def _is_below(self, x: Any, edge_index: Tensor, numbers: int) -> bool:

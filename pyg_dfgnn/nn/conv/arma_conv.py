@@ -31,6 +31,9 @@ class ARMAConv(NormalizedConv, conv.ARMAConv):
     def _width(self) -> int:
         return int(self.num_stacks * self.out_channels)
 
+    def _count_hops(self) -> int:
+        return self.num_layers  # type: ignore[no-any-return]
+
     def _call(self, x: Tensor, edge_index: Adj | Graph, edge_weight: OptTensor = None) -> ConvCall:
         reasons = []
         if is_multiple(self.aggr_module):

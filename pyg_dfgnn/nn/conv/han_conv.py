@@ -28,6 +28,7 @@ class HANConv(JointConv, conv.HANConv):
 
     propagate_type = {"x": PairTensor, "alpha": PairTensor}
     _upstream_methods = methods_of(conv.HANConv)
+    _few_relations = 12
 
     def _call(
         self,

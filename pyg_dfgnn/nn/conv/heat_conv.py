@@ -51,6 +51,10 @@ class HEATConv(RelationalConv, conv.HEATConv):
         )
         return call.replace(edge_attr=edge_attr)
 
+    def _numbers_per_edge(self) -> int:
+        # PyG joins both ends with the features of the edge for the scores and maps each message.
+        return self.att.in_channels + self.lin.in_channels + (self.heads + 4) * self.out_channels
+
     def _count_relations(self) -> int:
         return self.edge_type_emb.num_embeddings
 

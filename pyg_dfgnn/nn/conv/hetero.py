@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch_geometric.typing import EdgeType
 
+from pyg_dfgnn.fallback import FEW
 from pyg_dfgnn.graph import Graph
 from pyg_dfgnn.graph.hetero import joint_graph, known_joint
 from pyg_dfgnn.nn import conv_call
@@ -66,6 +67,17 @@ class JointConv(RelationalConv):
     Its `_ask_joint(x_dict, edge_index_dict, ...)` asks the gate; the call holds :class:`HeteroEdges` in place of edges.
     """
 
+    _few_relations = 0
+    """Edge types up to which PyG's loop over them takes less of the host than the lists of new edges."""
+
+    def _is_short(self, edge_index_dict: dict[EdgeType, Any]) -> bool:
+        """Return whether PyG's loop over the edge types of a call is short."""
+        return len(edge_index_dict) <= self._few_relations
+
+    def _numbers_per_edge(self) -> int:
+        # PyG gathers what a source sends, and weights it.
+        return 3 * self.out_channels  # type: ignore[no-any-return]
+
     def _ask_joint(
         self,
         x_dict: dict[str, Tensor],
@@ -91,6 +103,8 @@ class JointConv(RelationalConv):
         Raises:
             ValueError: A `Graph` has other numbers of nodes than the features.
         """
+        if self._is_short(edge_index_dict) and self._are_few(edge_index_dict.values()):
+            return ConvCall(FEW, (), HeteroEdges(edge_index_dict, {}, {}), "dict")
         compiling = torch.compiler.is_compiling()
         against = [*reasons, *module_reasons(self, compiling)]
         against += self._compile_reasons((), "tensor") if compiling else []

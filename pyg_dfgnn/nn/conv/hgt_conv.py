@@ -91,6 +91,10 @@ class HGTConv(JointConv, conv.HGTConv):
 
     propagate_type = {"k": Tensor, "q": Tensor, "v": Tensor, "edge_attr": Tensor}
     _upstream_methods = methods_of(conv.HGTConv)
+    _few_relations = 4
+
+    def _is_short(self, edge_index_dict: dict[EdgeType, Any]) -> bool:
+        return super()._is_short(edge_index_dict) and list(edge_index_dict) == list(self.edge_types)
 
     def _call(self, x_dict: dict[NodeType, Tensor], edge_index_dict: dict[EdgeType, Any]) -> ConvCall:
         plain = all(is_plain_layer(layer, HETERO_LINEAR) for layer in (self.k_rel, self.v_rel))

@@ -16,9 +16,11 @@ from pyg_dfgnn.nn.conv.aggregation import AggregationConv, MessageInputs, Proble
 from pyg_dfgnn.nn.conv_call import ConvCall
 from pyg_dfgnn.nn.gate import NO_MATRIX, edges_lack_kernels, is_described, statistics_of
 from pyg_dfgnn.ops.segment import aggregate, inverse_root_degree, symmetric_norm
-from pyg_dfgnn.ops.visits import is_compiled_few, is_new
+from pyg_dfgnn.ops.visits import is_compiled_few, is_new, may_be_left, may_not_wait
 
 _SCALED = {"sum", "mean"}
+_FEW_HOPS = 3
+"""Sums over new edges of a call up to which PyG's code takes less of the host than kernels."""
 _BATCHED = (NO_MATRIX,)
 """Reasons where nothing but a dimension before that of the nodes is against kernels."""
 
@@ -58,14 +60,28 @@ class NormalizedConv(AggregationConv):
     def _call(self, x: Tensor, edge_index: Adj | Graph, edge_weight: Tensor | None = None) -> ConvCall:
         return self._ask_normalized(x, edge_index, edge_weight)
 
+    def _are_few(self, x: Tensor, edge_index: Any, edge_weight: Tensor | None) -> bool:
+        """Return whether PyG's code takes new edges in less time than kernels."""
+        # With a cache the first edges are those of all calls.
+        if not self.normalize or self._takes_cache:
+            return False
+        if edge_weight is not None:
+            return is_new(self, edge_index)
+        # Without self-loops PyG's norm is a few launches, which kernels save from some hops on.
+        if self.add_self_loops or self._count_hops() > _FEW_HOPS or not may_be_left(edge_index):
+            return False
+        return not may_not_wait(edge_index) and self._are_new(x, edge_index)
+
+    def _count_hops(self) -> int:
+        """Return how often a call sums over the edges."""
+        return getattr(self, "K", 1)  # type: ignore[no-any-return]
+
     def _ask_normalized(self, x: Any, edge_index: Any, edge_weight: Tensor | None, *reasons: str) -> ConvCall:
         """Ask the gate about a call whose edges are to be normalised, if the conv does so."""
         if type(edge_index) is Tensor and edge_index.is_cuda and isinstance(x, Tensor) and x.dim() != 2 and not reasons:
             return ConvCall(_BATCHED, (), edge_index, "tensor")
-        # With a cache the first edges are those of all calls.
-        makes_weights = edge_weight is not None and self.normalize and not self._takes_cache
-        is_few = makes_weights and isinstance(x, Tensor) and x.dim() == 2 and is_new(self, edge_index)
-        if is_few and not reasons and not is_described():
+        is_left = isinstance(x, Tensor) and x.dim() == 2 and self._are_few(x, edge_index, edge_weight)
+        if is_left and not reasons and not is_described():
             return ConvCall(FEW, (), edge_index, "tensor")
         if edges_lack_kernels(edge_index):
             return ConvCall([NO_DEVICE], (), edge_index, "tensor")
@@ -83,7 +99,7 @@ class NormalizedConv(AggregationConv):
         is_bare = form == "SparseTensor" and not edge_index.has_value() and not self.improved
         if is_matrix(form) and loops and not (is_bare and self._is_by_node(None)):
             against.append("self-loops added to the values of a sparse adjacency")
-        if is_few:
+        if is_left:
             against.append(SMALL)
         # Each hop is a call of ours, where torch.compile joins what PyG launches.
         is_compiled = form == "tensor" and x is not None and is_compiled_few(edge_index, x.size(1))

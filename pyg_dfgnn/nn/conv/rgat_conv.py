@@ -74,6 +74,10 @@ class RGATConv(RelationalConv, conv.RGATConv):
             one_way=True,
         )
 
+    def _numbers_per_edge(self) -> int:
+        # PyG gathers the weight of each edge.
+        return self.in_channels * self.heads * self.out_channels  # type: ignore[no-any-return]
+
     def _program(
         self, call: ConvCall, graph: Graph | RowSet, x: Tensor, *_: Any, **__: Any
     ) -> tuple[Layer, dict[str, Tensor]]:

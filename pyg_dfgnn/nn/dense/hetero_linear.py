@@ -18,6 +18,7 @@ from pyg_dfgnn.nn.relational_program import RelationalProblem, dtype_reasons, ex
 from pyg_dfgnn.nn.scripted import Scripted
 from pyg_dfgnn.ops.eager import is_eager
 from pyg_dfgnn.ops.relational import RowSet, index_space_of
+from pyg_dfgnn.ops.visits import FEW_RELATIONS, MEASURED_NUMBERS, is_left, is_new, may_be_left, may_not_wait
 from pyg_dfgnn.torch_private import is_tracing
 
 MANY_TYPES = 10
@@ -109,14 +110,27 @@ class HeteroLinear(TypedLayer, dense.HeteroLinear):
 
     weight: Tensor
     bias: Tensor | None
+    num_types: int
+    in_channels: int
+    out_channels: int
 
     def forward(self, x: Tensor, type_vec: Tensor) -> Tensor:
         """PyG's forward; see `torch_geometric.nn.HeteroLinear.forward`."""
+        if is_left() or self._is_looped(type_vec):
+            return super().forward(x, type_vec)  # type: ignore[no-any-return]
         if reasons := self._reasons(x, type_vec):
             report_fallback(type(self).__name__, reasons)
             out: Tensor = super().forward(x, type_vec)
             return out
         return self._product(x, type_vec)
+
+    def _is_looped(self, type_vec: Tensor) -> bool:
+        """Return whether PyG's loop over the types takes new rows in less time than their lists are made in."""
+        # PyG's loop waits for the device.
+        if self.num_types > FEW_RELATIONS or may_not_wait(type_vec) or not may_be_left(type_vec):
+            return False
+        numbers = type_vec.numel() * (self.in_channels + self.out_channels)
+        return numbers < MEASURED_NUMBERS and is_new(self, type_vec)
 
     def _reasons(self, x: Tensor, type_vec: Tensor) -> list[str]:
         reasons = self._reasons_of(x, self.weight)
@@ -161,6 +175,8 @@ class HeteroDictLinear(TypedLayer, dense.HeteroDictLinear):
 
     def forward(self, x_dict: dict[Any, Tensor]) -> dict[Any, Tensor]:
         """PyG's forward; see `torch_geometric.nn.HeteroDictLinear.forward`."""
+        if is_left():
+            return super().forward(x_dict)  # type: ignore[no-any-return]
         if reasons := self._reasons(x_dict):
             if len(self._keys(x_dict)) >= MANY_TYPES:
                 report_fallback(type(self).__name__, reasons)
