@@ -44,7 +44,7 @@ def planned(schedule, direction, graph):
     directions = FORWARD if direction == "forward" else BACKWARD
     (offers,) = (
         o
-        for o, w in zip(options(FAMILY, PROBLEM, graph, directions, Settings()), directions, strict=True)
+        for o, w in zip(options(FAMILY, PROBLEM, graph, directions, Settings(), [schedule]), directions, strict=True)
         if w == direction
     )
     return offers[schedule].plan

@@ -100,11 +100,9 @@ FAMILY = Family(
             "row_split": row_split,
             "smem": smem,
             "block_mma": block_mma,
-            "smmf": paper.smmf,
-            "pmf": paper.pmf,
         }
     ),
-    others=paper.ABLATIONS,
+    others=MappingProxyType({"smmf": paper.smmf, "pmf": paper.pmf, **paper.ABLATIONS}),
     rules=MappingProxyType({"paper": paper.rule}),
     unsupported=unsupported_reasons,
     problem_for=_problem_for,
