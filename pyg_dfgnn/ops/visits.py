@@ -20,8 +20,6 @@ _FEW_NUMBERS = 1 << 25
 _NARROW, _WIDE = 128, 512
 MEASURED_NUMBERS = 100_000_000
 """Numbers that PyG writes for all edges from which its kernels take longer than the host, and new edges are sorted."""
-FEW_RELATIONS = 8
-"""Relations or types up to which PyG's loop takes less of the host than the lists of new edges or rows."""
 _COMPILED_NUMBERS = 1 << 23
 """Numbers in rows of edges below which what torch.compile makes of PyG's code takes less time than calls of ours."""
 _visits: dict[tuple[int, int], list[Any]] = {}
@@ -116,6 +114,20 @@ def is_new(layer: torch.nn.Module, edges: Any, kind: str = "", turn: int | None 
     if type(edges) is not Tensor or torch.compiler.is_compiling():
         return False
     return is_new_tensor(layer, edges, kind, turn)
+
+
+def is_new_outside_captures(layer: torch.nn.Module, edges: Any) -> bool:
+    """Return what :func:`is_new` does, of edges whose layer may wait for the device; False where it may not.
+
+    Args:
+        layer: The layer.
+        edges: As there.
+    """
+    if type(edges) is not Tensor or step.is_refilled or torch.compiler.is_compiling() or not may_be_few(edges):
+        return False
+    if edges.is_cuda and torch.cuda.is_current_stream_capturing():
+        return False
+    return is_new_tensor(layer, edges, under=current())
 
 
 def is_new_tensor(

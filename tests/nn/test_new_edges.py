@@ -138,7 +138,7 @@ def test_convs_compile_whole_under_a_default_device(name):
 @pytest.mark.parametrize("name", CONVS)
 def test_convs_on_edges_that_are_new_in_each_step_on_a_gpu(name, is_left, monkeypatch):
     if not is_left:
-        monkeypatch.setattr(aggregation, "_NEW_NUMBERS", 0)
+        monkeypatch.setattr(aggregation, "NEW_NUMBERS", 0)
         monkeypatch.setattr(aggregation, "_KNOWN_NUMBERS", 0)
     compare(name, "cuda", torch.enable_grad, is_left)
 

@@ -8,7 +8,7 @@ from torch import nn
 from torch_geometric.nn import conv as pyg
 
 import pyg_dfgnn
-from pyg_dfgnn.nn.conv import aggregation, relational
+from pyg_dfgnn.nn.conv import normalized, relational
 from pyg_dfgnn.ops import visits
 from pyg_dfgnn.ops.visits import is_new
 from pyg_dfgnn.reference.tolerances import elementwise
@@ -220,7 +220,7 @@ def test_convs_whose_lists_or_norms_take_longer_are_pygs_on_new_edges(name, monk
         assert counts == [False, False, True]
         # What takes PyG's code longer takes kernels at once.
         monkeypatch.setattr(relational, "_LISTED_NUMBERS", 90 * FEATURES)
-        monkeypatch.setattr(aggregation, "_NEW_NUMBERS", 90)
+        monkeypatch.setattr(normalized, "NEW_NUMBERS", 90)
         before = len(launched)
         other(x, edges(), *rest)
         assert len(launched) > before

@@ -29,7 +29,7 @@ _BY_TORCH = ("sum",), ("mean",), ("max",)
 _SUMS = ("sum", "add", "mean")
 _FEW_OPERATORS = ("copy", "relu_add")
 """Messages that few operators of torch make."""
-_NEW_NUMBERS = 40_000_000
+NEW_NUMBERS = 40_000_000
 """Numbers in rows of new edges below which PyG's code sums them in less time than the edges take to be sorted too."""
 _KNOWN_NUMBERS = 1 << 25
 """Numbers in rows of edges below which PyG's code sums them in less time than the host takes for kernels; with a factor
@@ -220,7 +220,7 @@ class AggregationConv(FusedConv):
             # What is new is not known then, and torch.compile fuses what PyG launches.
             return visits.may_be_few(edge_index) and self._is_below(x, edge_index, visits.MEASURED_NUMBERS)
         if visits.is_last(self, edge_index):
-            return self._is_below(x, edge_index, _NEW_NUMBERS)
+            return self._is_below(x, edge_index, NEW_NUMBERS)
         if lacks_kernels(edge_index):
             report_fallback(type(self).__name__, CPU)
             return True
@@ -230,11 +230,7 @@ class AggregationConv(FusedConv):
         if self._is_few(x, edge_index, edge):
             visits.know_few(edge_index, kind)
             return True
-        return self._are_new(x, edge_index)
-
-    def _are_new(self, x: Any, edge_index: Tensor) -> bool:
-        """Return whether edges are new, and so few that PyG's code takes them in less time."""
-        return visits.is_new(self, edge_index) and self._is_below(x, edge_index, _NEW_NUMBERS)
+        return visits.is_new(self, edge_index) and self._is_below(x, edge_index, NEW_NUMBERS)
 
     def _is_below(self, x: Any, edge_index: Tensor, numbers: int) -> bool:
         """Return whether PyG's code takes new edges in less time than kernels, the time to sort them included."""

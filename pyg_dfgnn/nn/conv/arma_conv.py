@@ -26,13 +26,11 @@ class ARMAConv(NormalizedConv, conv.ARMAConv):
     _upstream_methods = methods_of(conv.ARMAConv)
     _is_projected = True
     _channels = "_width"
+    _hop_count = "num_layers"
 
     @property
     def _width(self) -> int:
         return int(self.num_stacks * self.out_channels)
-
-    def _count_hops(self) -> int:
-        return self.num_layers  # type: ignore[no-any-return]
 
     def _call(self, x: Tensor, edge_index: Adj | Graph, edge_weight: OptTensor = None) -> ConvCall:
         reasons = []

@@ -12,11 +12,11 @@ from pyg_dfgnn.graph import EdgeSet, Graph
 from pyg_dfgnn.graph.derived import version_of
 from pyg_dfgnn.graph.ends import Part
 from pyg_dfgnn.nn import conv_call
-from pyg_dfgnn.nn.conv.aggregation import AggregationConv, MessageInputs, ProblemFields, is_matrix
+from pyg_dfgnn.nn.conv.aggregation import NEW_NUMBERS, AggregationConv, MessageInputs, ProblemFields, is_matrix
 from pyg_dfgnn.nn.conv_call import ConvCall
 from pyg_dfgnn.nn.gate import NO_MATRIX, edges_lack_kernels, is_described, statistics_of
 from pyg_dfgnn.ops.segment import aggregate, inverse_root_degree, symmetric_norm
-from pyg_dfgnn.ops.visits import is_compiled_few, is_new, may_be_left, may_not_wait
+from pyg_dfgnn.ops.visits import is_compiled_few, is_new, is_new_outside_captures
 
 _SCALED = {"sum", "mean"}
 _FEW_HOPS = 3
@@ -40,6 +40,8 @@ class NormalizedConv(AggregationConv):
     """Whether weights of edges are dropped in this call."""
     _cached_edge_index: tuple[Tensor, Tensor] | None
     _takes_new = True
+    _hop_count = "K"
+    """The attribute with the number of sums over the edges, one where there is none."""
     _keeps_edges = False
     """Whether `cached` is about the normalised edges."""
 
@@ -68,13 +70,9 @@ class NormalizedConv(AggregationConv):
         if edge_weight is not None:
             return is_new(self, edge_index)
         # Without self-loops PyG's norm is a few launches, which kernels save from some hops on.
-        if self.add_self_loops or self._count_hops() > _FEW_HOPS or not may_be_left(edge_index):
+        if self.add_self_loops or self.__dict__.get(self._hop_count, 1) > _FEW_HOPS:
             return False
-        return not may_not_wait(edge_index) and self._are_new(x, edge_index)
-
-    def _count_hops(self) -> int:
-        """Return how often a call sums over the edges."""
-        return getattr(self, "K", 1)  # type: ignore[no-any-return]
+        return is_new_outside_captures(self, edge_index) and self._is_below(x, edge_index, NEW_NUMBERS)
 
     def _ask_normalized(self, x: Any, edge_index: Any, edge_weight: Tensor | None, *reasons: str) -> ConvCall:
         """Ask the gate about a call whose edges are to be normalised, if the conv does so."""

@@ -19,10 +19,12 @@ from pyg_dfgnn.nn.gate import FusedConv, edges_lack_kernels, is_described, is_mu
 from pyg_dfgnn.nn.registry import Description
 from pyg_dfgnn.nn.relational_program import RelationalProblem, dtype_reasons, explain, reasons_of_problem, run
 from pyg_dfgnn.ops.relational import RowSet, index_space_of
-from pyg_dfgnn.ops.visits import FEW_RELATIONS, MEASURED_NUMBERS, is_new, may_be_left, may_not_wait
+from pyg_dfgnn.ops.visits import MEASURED_NUMBERS, is_new, is_new_outside_captures, may_be_left, may_not_wait
 
 _FEW_NUMBERS = 1 << 24
 """Numbers in rows of edges of one relation up to which PyG's code takes less of the host than a program."""
+_FEW_RELATIONS = 8
+"""Relations up to which PyG's loop takes less of the host than the lists of new edges."""
 _LISTED_NUMBERS = 2 * MEASURED_NUMBERS
 """Numbers that PyG's code writes for all edges from which it takes longer than lists of new edges."""
 
@@ -40,6 +42,8 @@ class RelationalConv(FusedConv):
     """Forms of edges that PyG's conv takes, and a `Graph`."""
     _loop_width = ""
     """The attribute with the numbers in the rows that PyG's loop over the relations writes; empty where it has none."""
+    _numbers_per_edge: Any = None
+    """A method: how many numbers PyG's code writes for each edge; None where kernels take new edges at once."""
     _are_values_types = True
     """Whether the values of a sparse adjacency are relations."""
 
@@ -60,7 +64,7 @@ class RelationalConv(FusedConv):
     def _is_looped(self, edge_index: Any) -> bool:
         """Return whether PyG's loop over the relations takes a call in less time."""
         # PyG's loop waits for the device.
-        if self.num_relations > FEW_RELATIONS or may_not_wait(edge_index):
+        if self.num_relations > _FEW_RELATIONS or may_not_wait(edge_index):
             return False
         if self._is_one_of_few(edge_index):
             return True
@@ -72,19 +76,14 @@ class RelationalConv(FusedConv):
             return False
         return edge_index.size(-1) * getattr(self, self._loop_width) < _FEW_NUMBERS  # type: ignore[no-any-return]
 
-    def _numbers_per_edge(self) -> int:
-        """Return how many numbers PyG's code writes for each edge; 0 where kernels take new edges at once."""
-        return 0
-
     def _are_few(self, edge_sets: Collection[Any]) -> bool:
         """Return whether PyG's code takes new edges in less time than their lists are made in."""
-        if not edge_sets or is_described() or not all(map(may_be_left, edge_sets)):
+        if self._numbers_per_edge is None or is_described() or not all(type(edges) is Tensor for edges in edge_sets):
             return False
-        numbers, first = int(self._numbers_per_edge()), next(iter(edge_sets))
         # PyG's code may wait for the device.
-        if not numbers or may_not_wait(first):
+        if not edge_sets or not is_new_outside_captures(self, next(iter(edge_sets))):
             return False
-        return sum(edges.size(-1) for edges in edge_sets) * numbers < _LISTED_NUMBERS and is_new(self, first)
+        return sum(edges.size(-1) for edges in edge_sets) * int(self._numbers_per_edge()) < _LISTED_NUMBERS
 
     def _describe(self, device: torch.device | None, *args: Any, **kwargs: Any) -> Description:
         description = super()._describe(device, *args, **kwargs)

@@ -18,9 +18,11 @@ from pyg_dfgnn.nn.relational_program import RelationalProblem, dtype_reasons, ex
 from pyg_dfgnn.nn.scripted import Scripted
 from pyg_dfgnn.ops.eager import is_eager
 from pyg_dfgnn.ops.relational import RowSet, index_space_of
-from pyg_dfgnn.ops.visits import FEW_RELATIONS, MEASURED_NUMBERS, is_left, is_new, may_be_left, may_not_wait
+from pyg_dfgnn.ops.visits import MEASURED_NUMBERS, is_left, is_new_outside_captures
 from pyg_dfgnn.torch_private import is_tracing
 
+_FEW_TYPES = 16
+"""Types up to which PyG's loop takes less of the host than the lists of new rows."""
 MANY_TYPES = 10
 """Types from which one product is faster than one each, as PyG has it."""
 
@@ -127,10 +129,10 @@ class HeteroLinear(TypedLayer, dense.HeteroLinear):
     def _is_looped(self, type_vec: Tensor) -> bool:
         """Return whether PyG's loop over the types takes new rows in less time than their lists are made in."""
         # PyG's loop waits for the device.
-        if self.num_types > FEW_RELATIONS or may_not_wait(type_vec) or not may_be_left(type_vec):
+        if self.num_types > _FEW_TYPES or not is_new_outside_captures(self, type_vec):
             return False
-        numbers = type_vec.numel() * (self.in_channels + self.out_channels)
-        return numbers < MEASURED_NUMBERS and is_new(self, type_vec)
+        # PyG's loop waits for the device.
+        return type_vec.numel() * (self.in_channels + self.out_channels) < MEASURED_NUMBERS
 
     def _reasons(self, x: Tensor, type_vec: Tensor) -> list[str]:
         reasons = self._reasons_of(x, self.weight)
