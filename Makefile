@@ -3,7 +3,7 @@
 
 SYSTEM_PYTHON = python3
 PYTHON = .venv/bin/python
-# Named exactly: a range would let pip take a newer build with several GB of CUDA packages on a machine without a GPU.
+# Named exactly, so that each machine gets this release. The index of pip decides whether it is built for CPUs or, as on PyPI, for CUDA.
 TORCH = torch==2.13.0
 JOBS = $(shell nproc 2>/dev/null || echo 1)
 ARGS =
@@ -61,6 +61,7 @@ bench: $(RUN_ENV)  ## run a benchmark with ARGS
 
 clean:  ## delete what make and the tools have made, but no outputs of runs
 	rm -rf .venv build dist site *.egg-info .hypothesis .mypy_cache .pytest_cache .ruff_cache
+	find . -path ./outputs -prune -o -path ./multirun -prune -o -name __pycache__ -prune -exec rm -rf {} +
 
 .venv/run.stamp: pyproject.toml
 	@echo "setting up .venv (first call only)"
