@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+import pyg_dfgnn
+
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
 PAGES = {str(path.relative_to(DOCS)) for path in DOCS.rglob("*.md")}
@@ -75,6 +77,11 @@ def test_relative_links_and_their_anchors_lead_somewhere(name):
         assert is_inside or not name.startswith("docs/"), link
 
 
+def test_first_page_of_the_reference_names_what_the_package_has():
+    page = (DOCS / "api" / "index.md").read_text()
+    assert set(pyg_dfgnn.__all__) - PUBLIC["pyg_dfgnn"] <= set(re.findall(r"(?:heading: |`)pyg_dfgnn\.(\w+)", page))
+
+
 @pytest.fixture(scope="module")
 def site(tmp_path_factory):
     """The folder of the built site; any warning of mkdocs is an error."""
@@ -106,6 +113,13 @@ def test_roles_of_docstrings_are_markdown(site):
     pages = "".join(page.read_text() for page in (site / "api").rglob("index.html"))
     assert re.findall(r":(?:class|func|meth|mod|data|math|attr):|\.\. math", pages) == []
     assert r"\(S_{ij} = \beta \cos(x_i, x_j)\)" in pages
+
+
+def test_sections_of_results_are_one_item(site):
+    """A description of several lines is not cut into an item per line."""
+    pages = "".join(page.read_text() for page in (site / "api").rglob("index.html"))
+    sections = re.findall(r"Returns:</span>.*?</ul>", pages, flags=re.DOTALL)
+    assert sections and {section.count("<li ") for section in sections} == {1}
 
 
 def test_site_has_rows_figures_and_markdown(site):
