@@ -6,6 +6,7 @@ import runpy
 import shutil
 import subprocess
 import sys
+import tarfile
 import zipfile
 from pathlib import Path
 
@@ -23,13 +24,19 @@ def relative(folder, *patterns):
 
 
 @pytest.fixture(scope="module")
-def wheel(tmp_path_factory):
-    """A wheel built from a copy, so that the checkout stays clean."""
-    source, target = tmp_path_factory.mktemp("source"), tmp_path_factory.mktemp("wheel")
-    for folder in ("pyg_dfgnn", "kernels", "configs"):
+def source(tmp_path_factory):
+    """A copy to build from, so that the checkout stays clean."""
+    source = tmp_path_factory.mktemp("source")
+    for folder in ("pyg_dfgnn", "kernels", "configs", "tests"):
         shutil.copytree(ROOT / folder, source / folder, ignore=shutil.ignore_patterns("__pycache__"))
-    for file in ("pyproject.toml", "README.md", "LICENSE"):
+    for file in ("pyproject.toml", "MANIFEST.in", "README.md", "LICENSE"):
         shutil.copy(ROOT / file, source)
+    return source
+
+
+@pytest.fixture(scope="module")
+def wheel(source, tmp_path_factory):
+    target = tmp_path_factory.mktemp("wheel")
     options = ["--no-deps", "--no-build-isolation", "--no-index", "--quiet", "--wheel-dir", str(target)]
     subprocess.run([sys.executable, "-m", "pip", "wheel", *options, str(source)], check=True, timeout=300)
     (file,) = target.glob("*.whl")
@@ -50,6 +57,16 @@ def test_wheel_content(wheel):
     expected |= {f"pyg_dfgnn/configs/{path}" for path in relative(paths.configs_dir(), "*.yaml")}
     packed = {name for name in wheel.namelist() if ".dist-info/" not in name}
     assert packed == expected
+
+
+def test_source_distribution_has_what_a_wheel_needs_and_no_tests(source, tmp_path):
+    code = f"from setuptools import build_meta; build_meta.build_sdist({str(tmp_path)!r})"
+    subprocess.run([sys.executable, "-c", code], cwd=source, check=True, capture_output=True, timeout=300)
+    (file,) = tmp_path.glob("*.tar.gz")
+    packed = {path.partition("/")[2] for path in tarfile.open(file).getnames()}
+    for folder, patterns in (("pyg_dfgnn", ["*.py"]), ("kernels", ["*.cu", "*.cuh"]), ("configs", ["*.yaml"])):
+        assert {f"{folder}/{path}" for path in relative(ROOT / folder, *patterns)} <= packed
+    assert not [path for path in packed if path.startswith("tests")]
 
 
 def test_wheel_finds_its_files(wheel, tmp_path):
