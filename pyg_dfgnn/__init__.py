@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from pyg_dfgnn.graph import Graph
     from pyg_dfgnn.nn import accelerate, describe_plan, report, restore, stats
 
-__version__ = "0.2.0"
+__version__ = "0.3.0.dev0"
 __all__ = [
     "Graph",
     "__version__",

@@ -85,6 +85,12 @@ def test_commands_are_listed_by_the_module():
     assert all(name in done.stdout for name in WORDS)
 
 
+def test_version_is_told(capsys):
+    with pytest.raises(SystemExit) as ended:
+        command.main(["--version"])
+    assert ended.value.code == 0 and capsys.readouterr().out == f"pyg_dfgnn {pyg_dfgnn.__version__}\n"
+
+
 def test_unknown_command_lists_those_there_are(capsys):
     with pytest.raises(SystemExit) as ended:
         command.main(["clear-cache"])

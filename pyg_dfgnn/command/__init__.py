@@ -8,6 +8,7 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import pyg_dfgnn
 from pyg_dfgnn.command import cache, datasets, doctor, info, speed
 from pyg_dfgnn.command.layers import FUNCTION, UserError
 
@@ -32,6 +33,7 @@ def _positive(text: str) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser("pyg-dfgnn", description=__doc__)
+    parser.add_argument("--version", action="version", version=f"pyg_dfgnn {pyg_dfgnn.__version__}")
     commands = parser.add_subparsers(dest="command", required=True)
 
     def add(function: Callable[..., int], name: str = "", to: Any = commands) -> argparse.ArgumentParser:

@@ -98,8 +98,12 @@ def test_incomplete_installation_says_so(tmp_path, monkeypatch):
         paths._find("nothing")
 
 
-def test_the_citation_names_this_version():
-    assert f"\nversion: {pyg_dfgnn.__version__}\n" in (ROOT / "CITATION.cff").read_text()
+def test_the_citation_names_the_last_release_and_the_package_a_later_version_once_it_has_changed():
+    changes = (ROOT / "CHANGELOG.md").read_text()
+    release, day = re.search(r"^## (\d\S*) \((.*)\)$", changes, re.MULTILINE).groups()
+    assert f"\nversion: {release}\ndate-released: {day}\n" in (ROOT / "CITATION.cff").read_text()
+    unreleased = changes.partition("\n## Unreleased\n")[2].partition("\n## ")[0].strip()
+    assert (pyg_dfgnn.__version__ != release) == bool(unreleased)
 
 
 BLOCKED = """
