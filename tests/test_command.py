@@ -68,7 +68,13 @@ def test_info_names_versions_and_says_what_is_not_there(capsys):
     shown = capsys.readouterr().out
     assert f"torch {version('torch')} (tested with 2." in shown and "kernels on disk: " in shown
     assert "NVRTC" in shown and "driver" in shown
-    assert torch.cuda.is_available() or "PyTorch finds no GPU: what kernels would do on one cannot be told" in shown
+    assert torch.cuda.is_available() or "PyTorch finds no GPU; pyg_dfgnn.describe_plan(" in shown
+
+
+def test_info_names_a_package_that_lacks(capsys, monkeypatch):
+    monkeypatch.setitem(sys.modules, "cupy", None)
+    assert command.main(["info"]) == 0
+    assert "NVRTC: unknown, cupy is not installed\n" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

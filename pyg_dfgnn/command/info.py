@@ -50,7 +50,7 @@ def info() -> int:
         gpu = torch.cuda.get_device_properties(index)
         print(f"GPU {index}: {gpu.name}, {in_units(gpu.total_memory)}, compute capability {gpu.major}.{gpu.minor}")
     if not torch.cuda.is_available():
-        print("PyTorch finds no GPU: what kernels would do on one cannot be told")
+        print('PyTorch finds no GPU; pyg_dfgnn.describe_plan(..., device="cuda") shows what kernels would do on one')
     count, size = cached()
     print(f"kernels on disk: {count} files, {in_units(size)} in {kernel_cache_dir()}")
     return 0

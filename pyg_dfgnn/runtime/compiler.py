@@ -142,8 +142,10 @@ def precompile(specs: Iterable[Spec], workers: int) -> None:
 def nvrtc_version() -> tuple[str, str]:
     """Return the version of NVRTC, and why it is not known where it is empty."""
     try:
-        from cupy.cuda import nvrtc
+        import cupy
 
-        return ".".join(map(str, nvrtc.getVersion())), ""
+        return ".".join(map(str, cupy.cuda.nvrtc.getVersion())), ""
+    except ModuleNotFoundError as error:
+        return "", f"{error.name} is not installed"
     except Exception as error:
         return "", str(error).splitlines()[0] if str(error) else type(error).__name__
