@@ -111,7 +111,7 @@ class Cost:
 
     def __str__(self) -> str:
         def listed(terms: Mapping[str, float]) -> list[str]:
-            return [f"{name} {1e3 * seconds:.3g}" for name, seconds in terms.items()]
+            return [f"{name} {1e3 * seconds:.3g} ms" for name, seconds in terms.items()]
 
         sides = ", ".join(listed(self.overlapped))
         sides = f"max({sides})" if len(self.overlapped) > 1 else sides

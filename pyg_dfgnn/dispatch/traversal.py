@@ -59,12 +59,23 @@ class RowSplitPlan:
         return f"{layout(self.constants)}, chunks of {self.max_edges} edges{joined}{sweep}"
 
 
+def counted(number: int, noun: str) -> str:
+    """A number of things in words."""
+    return f"{number} {noun}{'s' * (number != 1)}"
+
+
+def lane_layout(c: Mapping[str, int]) -> str:
+    """The lanes of a pass in words."""
+    return (
+        f"{counted(c['HEAD_LANES'], 'lane')} per head, {c['HEAD_SLOTS']} x {counted(c['LANE_HEADS'], 'head')}, "
+        f"{counted(c['VEC'], 'element')} per load, "
+        f"{counted(c['EDGE_SLOTS'], 'edge slot')} x {counted(c['UNROLL'], 'edge')} in flight"
+    )
+
+
 def layout(c: Mapping[str, int]) -> str:
     """The constants of a pass over rows in words."""
-    return (
-        f"{c['HEAD_LANES']} lanes per head, {c['HEAD_SLOTS']} x {c['LANE_HEADS']} heads, {c['VEC']} elements per "
-        f"load, {c['EDGE_SLOTS']} edge slots x {c['UNROLL']} edges in flight, {c['WARP_ROWS']} rows per warp"
-    )
+    return f"{lane_layout(c)}, {counted(c['WARP_ROWS'], 'row')} per warp"
 
 
 def items_per_block(constants: Mapping[str, int]) -> int:

@@ -193,7 +193,7 @@ def layer_rows(model: torch.nn.Module) -> Iterator[tuple[Any, LayerReport]]:
             continue
         elif isinstance(module, (MessagePassing, *replaced)):
             if kind in table:
-                why = f"This is {_of(kind)}; call pyg_dfgnn.accelerate(model) first"
+                why = f"this is {_of(kind)}; call pyg_dfgnn.accelerate(model) first"
             elif isinstance(module, replaced):
                 base = next(base for base in kind.__mro__ if base in table)
                 why = f"a subclass of {_of(base)} may mean something else"

@@ -12,8 +12,8 @@ from pyg_dfgnn.dispatch.gpu import Cost, gpu_of
 def test_the_slowest_unit_counts_and_the_rest_adds_up():
     cost = Cost({"memory": 3e-3, "gathers": 2e-3}, {"launch": 1e-3, "tail": 0.5e-3})
     assert cost.seconds == pytest.approx(4.5e-3)
-    assert str(cost) == "4.5 ms = max(memory 3, gathers 2) + launch 1 + tail 0.5"
-    assert str(Cost({"memory": 3e-3})) == "3 ms = memory 3"
+    assert str(cost) == "4.5 ms = max(memory 3 ms, gathers 2 ms) + launch 1 ms + tail 0.5 ms"
+    assert str(Cost({"memory": 3e-3})) == "3 ms = memory 3 ms"
     assert Cost({}).seconds == 0.0
 
 

@@ -163,7 +163,7 @@ def test_describe_plan_of_other_modules(x):
     for layer in (torch.nn.Linear(3, 4), torch.nn.ReLU()):
         assert "no layer that passes messages" in str(pyg_dfgnn.describe_plan(layer, x))
     with pyg_dfgnn.local_settings(linear="kernels"):
-        assert "This is torch's Linear" in str(pyg_dfgnn.describe_plan(torch.nn.Linear(3, 4), x))
+        assert "this is torch's Linear" in str(pyg_dfgnn.describe_plan(torch.nn.Linear(3, 4), x))
     with pytest.raises(TypeError, match="'model' needs a torch.nn.Module"):
         pyg_dfgnn.describe_plan("conv", x, EDGES)
 
@@ -226,6 +226,7 @@ def test_report():
     assert not any(row.drop_in for row in before) and all(
         "call pyg_dfgnn.accelerate(model)" in row.why for row in before
     )
+    assert " this is PyG's GATConv; call " in str(before)
     with pyg_dfgnn.local_settings(fallback="silent"):
         pyg_dfgnn.accelerate(model)
     rows = {row.name: row for row in pyg_dfgnn.report(model)}

@@ -25,7 +25,7 @@ from pyg_dfgnn.dispatch.attention.row_split import (
     stays_near,
 )
 from pyg_dfgnn.dispatch.gpu import Cost, Gpu, gpu_of
-from pyg_dfgnn.dispatch.traversal import lane_constants
+from pyg_dfgnn.dispatch.traversal import counted, lane_constants, lane_layout
 from pyg_dfgnn.graph import Adjacency, Graph
 from pyg_dfgnn.graph.chunks import most_edges
 from pyg_dfgnn.statements.spec import Spec
@@ -64,12 +64,9 @@ class PaperPlan:
 
     def __str__(self) -> str:
         c = self.constants
-        lanes = (
-            f"{c['HEAD_LANES']} lanes per head, {c['HEAD_SLOTS']} x {c['LANE_HEADS']} heads, {c['VEC']} elements per "
-            f"load, {c['EDGE_SLOTS']} edge slots x {c['UNROLL']} edges in flight"
-        )
+        lanes = lane_layout(c)
         if self.shared_bytes:
-            return f"{lanes}, {c['BLOCK_ROWS']} rows per block, {self.shared_bytes} bytes of shared memory"
+            return f"{lanes}, {counted(c['BLOCK_ROWS'], 'row')} per block, {self.shared_bytes} bytes of shared memory"
         rows = "a warp per row" if c["ROW_WARPS"] == 1 else f"{c['ROW_WARPS']} warps per row"
         return f"{lanes}, {self.warp_edges} edges per warp, then {rows}" if self.warp_edges else f"{lanes}, {rows}"
 

@@ -13,7 +13,7 @@ from typing import ClassVar
 from pyg_dfgnn.dispatch.attention import row_split as rows
 from pyg_dfgnn.dispatch.attention.problem import AttentionProblem
 from pyg_dfgnn.dispatch.gpu import Cost, Gpu, gpu_of
-from pyg_dfgnn.dispatch.traversal import layout
+from pyg_dfgnn.dispatch.traversal import counted, layout
 from pyg_dfgnn.graph import Graph
 from pyg_dfgnn.graph.node_ranges import NodeRanges, diagonal_blocks, node_ranges
 from pyg_dfgnn.statements.tuning import SmemLayout
@@ -55,8 +55,8 @@ class SmemPlan:
         place = "through the L1 cache"
         if self.constants["IN_SHARED"]:
             place = f"in {self.shared_bytes} bytes of shared memory"
-        warps = self.constants["WARPS"]
-        return f"{layout(self.constants)}, {warps} warps for up to {self.most_nodes} nodes {place}"
+        warps = counted(self.constants["WARPS"], "warp")
+        return f"{layout(self.constants)}, {warps} for up to {self.most_nodes} nodes {place}"
 
 
 def node_bytes(problem: AttentionProblem, direction: str) -> int:
