@@ -44,9 +44,9 @@ def generated(count: int) -> list[Data]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--epochs", type=int, default=10)
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--epochs", type=int, default=10, help="default: %(default)s")
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", help="default: %(default)s")
     args = parser.parse_args()
     device = torch.device(args.device)
     if device.type == "cuda":
@@ -76,7 +76,9 @@ def main() -> None:
             optimizer.step()
             total += loss.detach() / len(loader) / dist.get_world_size()
         dist.all_reduce(total)
-        print(f"process {dist.get_rank()} of {dist.get_world_size()}, epoch {epoch}: loss {total:.6f}", flush=True)
+        # The end of the line is in the text, so that lines of two processes do not mix.
+        line = f"process {dist.get_rank()} of {dist.get_world_size()}, epoch {epoch}: loss {total:.6f}\n"
+        print(line, end="", flush=True)
     if dist.get_rank() == 0:
         print(pyg_dfgnn.report(model))
     # A wrapper that outlives the group may wait forever for threads of the group.

@@ -41,9 +41,9 @@ def molecule(atoms: int) -> Data:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--epochs", type=int, default=40)
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--epochs", type=int, default=40, help="default: %(default)s")
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", help="default: %(default)s")
     args = parser.parse_args()
     torch.manual_seed(0)
     graphs = [molecule(atoms) for atoms in torch.randint(6, 14, (64,)).tolist()]
@@ -66,7 +66,7 @@ def main() -> None:
             loss.backward()
             optimizer.step()
             losses.append(loss.detach())
-        if epoch == 1 or epoch % 5 == 0:
+        if epoch in (1, args.epochs) or epoch % 5 == 0:
             print(f"epoch {epoch}: loss {torch.stack(losses).mean():.3f}")
     print(pyg_dfgnn.report(model))
 

@@ -29,16 +29,16 @@ def generated(classes: int = 4, nodes_per_class: int = 100) -> Data:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--epochs", type=int, default=200)
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--generated", action="store_true")
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--epochs", type=int, default=200, help="default: %(default)s")
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", help="default: %(default)s")
+    parser.add_argument("--generated", action="store_true", help="leave out real data")
     args = parser.parse_args()
     torch.manual_seed(0)
     try:
         data = generated() if args.generated else planetoid("Cora").splits["train"][0]
-    except FileNotFoundError:
-        print("Cora was neither found nor downloaded: a generated graph stands in")
+    except (FileNotFoundError, ModuleNotFoundError):
+        print("Cora was neither found nor downloaded, or scipy is missing: a generated graph stands in")
         data = generated()
     data = data.to(args.device)
 
@@ -55,7 +55,7 @@ def main() -> None:
         loss = F.cross_entropy(out[data.train_mask], data.y[data.train_mask])
         loss.backward()
         optimizer.step()
-        if epoch == 1 or epoch % 10 == 0:
+        if epoch in (1, args.epochs) or epoch % 10 == 0:
             print(f"epoch {epoch}: loss {loss:.3f}")
     model.eval()
     with torch.no_grad():

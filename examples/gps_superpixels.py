@@ -41,17 +41,17 @@ def generated(count: int) -> Task:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--epochs", type=int, default=20)
-    parser.add_argument("--graphs", type=int, default=1000)
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--generated", action="store_true")
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--epochs", type=int, default=20, help="default: %(default)s")
+    parser.add_argument("--graphs", type=int, default=1000, help="default: %(default)s")
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", help="default: %(default)s")
+    parser.add_argument("--generated", action="store_true", help="leave out real data")
     args = parser.parse_args()
     torch.manual_seed(0)
     try:
         task = generated(args.graphs) if args.generated else image_superpixels("MNIST", num_graphs=args.graphs)
-    except FileNotFoundError:
-        print("superpixels of MNIST were neither found nor downloaded: generated graphs stand in")
+    except (FileNotFoundError, ModuleNotFoundError):
+        print("superpixels were neither found nor downloaded, or scikit-image is missing: generated graphs stand in")
         task = generated(args.graphs)
 
     model = GPS(task.num_features, task.num_classes).to(args.device)

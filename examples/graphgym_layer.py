@@ -44,9 +44,9 @@ def generated(classes: int = 4, nodes_per_class: int = 100) -> Data:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--epochs", type=int, default=30)
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--epochs", type=int, default=30, help="default: %(default)s")
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", help="default: %(default)s")
     args = parser.parse_args()
     if cfg is None:
         print("skipped: GraphGym needs yacs: pip install yacs")
@@ -69,7 +69,7 @@ def main() -> None:
         loss = F.cross_entropy(out, y)
         loss.backward()
         optimizer.step()
-        if epoch == 1 or epoch % 10 == 0:
+        if epoch in (1, args.epochs) or epoch % 10 == 0:
             print(f"epoch {epoch}: loss {loss:.3f}")
     print(pyg_dfgnn.report(model))
 

@@ -60,9 +60,9 @@ def generated(count: int) -> list[Data]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--epochs", type=int, default=5)
-    parser.add_argument("--device", default="auto", choices=("auto", "cpu", "cuda"))
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--epochs", type=int, default=5, help="default: %(default)s")
+    parser.add_argument("--device", default="auto", choices=("auto", "cpu", "cuda"), help="default: %(default)s")
     args = parser.parse_args()
     torch.manual_seed(0)
     model = Model(16, 2)

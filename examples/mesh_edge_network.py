@@ -69,9 +69,9 @@ def heat_flow(heat: Tensor, data: Data) -> Tensor:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--epochs", type=int, default=200)
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--epochs", type=int, default=200, help="default: %(default)s")
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", help="default: %(default)s")
     args = parser.parse_args()
     torch.manual_seed(0)
     data = mesh().to(args.device)
@@ -85,7 +85,7 @@ def main() -> None:
         loss = (model(heat, data.edge_index, data.edge_attr) - heat_flow(heat, data)).square().mean()
         loss.backward()
         optimizer.step()
-        if epoch == 1 or epoch % 20 == 0:
+        if epoch in (1, args.epochs) or epoch % 20 == 0:
             print(f"epoch {epoch}: loss {loss:.4f}")
     print(pyg_dfgnn.report(model))
 

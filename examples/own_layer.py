@@ -47,9 +47,9 @@ class Model(torch.nn.Module):
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--epochs", type=int, default=30)
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--epochs", type=int, default=30, help="default: %(default)s")
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", help="default: %(default)s")
     args = parser.parse_args()
     torch.manual_seed(0)
     classes, nodes = 4, 400
@@ -70,7 +70,7 @@ def main() -> None:
         loss = F.cross_entropy(out[is_seen], y[is_seen])
         loss.backward()
         optimizer.step()
-        if epoch == 1 or epoch % 10 == 0:
+        if epoch in (1, args.epochs) or epoch % 10 == 0:
             print(f"epoch {epoch}: loss {loss:.3f}")
     is_right = out.argmax(dim=1) == y
     print(f"test accuracy {is_right[~is_seen].float().mean():.1%}")

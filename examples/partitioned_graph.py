@@ -18,9 +18,9 @@ from pyg_dfgnn.distributed import Group, partition, wrap
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--epochs", type=int, default=20)
-    parser.add_argument("--device", default="auto")
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--epochs", type=int, default=20, help="default: %(default)s")
+    parser.add_argument("--device", default="auto", help="default: %(default)s")
     args = parser.parse_args()
     group = Group.of_environment(args.device)
 
@@ -48,7 +48,8 @@ def main() -> None:
         loss.backward()
         optimizer.step()
         value = group.average(loss)
-        print(f"process {group.rank} of {group.size}, epoch {epoch}: loss {value:.6f}", flush=True)
+        # The end of the line is in the text, so that lines of two processes do not mix.
+        print(f"process {group.rank} of {group.size}, epoch {epoch}: loss {value:.6f}\n", end="", flush=True)
     # Every process makes both calls.
     share = part.remote_share()
     right, count = group.sum(torch.stack([(out.argmax(dim=1) == y)[~is_seen].sum(), (~is_seen).sum()]))

@@ -42,10 +42,10 @@ def generated(num_nodes: int = 400, num_edges: int = 4000, num_relations: int = 
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--epochs", type=int, default=50)
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--generated", action="store_true")
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--epochs", type=int, default=50, help="default: %(default)s")
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", help="default: %(default)s")
+    parser.add_argument("--generated", action="store_true", help="leave out real data")
     args = parser.parse_args()
     torch.manual_seed(0)
     try:
@@ -66,7 +66,7 @@ def main() -> None:
         loss = F.cross_entropy(out[data.train_mask], data.y[data.train_mask])
         loss.backward()
         optimizer.step()
-        if epoch == 1 or epoch % 10 == 0:
+        if epoch in (1, args.epochs) or epoch % 10 == 0:
             print(f"epoch {epoch}: loss {loss:.3f}")
     is_right = out.argmax(dim=1) == data.y
     print(f"test accuracy {is_right[data.test_mask].float().mean():.1%}")

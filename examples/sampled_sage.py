@@ -30,9 +30,9 @@ def generated(classes: int = 5, nodes_per_class: int = 400) -> Data:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--epochs", type=int, default=10)
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--epochs", type=int, default=10, help="default: %(default)s")
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", help="default: %(default)s")
     args = parser.parse_args()
     if not (WITH_PYG_LIB or WITH_TORCH_SPARSE):
         print("skipped: NeighborLoader needs pyg-lib or torch_sparse")

@@ -15,15 +15,15 @@ ROOT = Path(__file__).parents[2]
 SCRIPTS = {path.name: path.read_text() for path in sorted((ROOT / "examples").glob("*.py"))}
 TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
 TRAINED = {
-    "forces.py": ["--epochs=5"],
-    "gat_cora.py": ["--epochs=50", "--generated"],
+    "forces.py": ["--epochs=6"],
+    "gat_cora.py": ["--epochs=52", "--generated"],
     "gps_superpixels.py": ["--epochs=3", "--graphs=100", "--generated"],
-    "graphgym_layer.py": ["--epochs=10"],
+    "graphgym_layer.py": ["--epochs=12"],
     "lightning_module.py": ["--epochs=2"],
-    "mesh_edge_network.py": ["--epochs=20"],
+    "mesh_edge_network.py": ["--epochs=22"],
     "molecules.py": ["--epochs=2", "--generated"],
-    "own_layer.py": ["--epochs=20"],
-    "rgcn_aifb.py": ["--epochs=10", "--generated"],
+    "own_layer.py": ["--epochs=22"],
+    "rgcn_aifb.py": ["--epochs=12", "--generated"],
     "sampled_sage.py": ["--epochs=2"],
 }
 """Script that prints its losses -> its options."""
@@ -67,6 +67,8 @@ def test_training(script, device, run):
     if printed.startswith("skipped: "):
         pytest.skip(printed.removeprefix("skipped: ").strip())
     assert trains(printed)
+    last = TRAINED[script][0].partition("=")[2]
+    assert f"epoch {last}: loss " in printed
     if "pyg_dfgnn.report(" in SCRIPTS[script]:
         assert re.search(r"^module +class +state +why\n.* (drop-in|compiled)\b", printed, flags=re.MULTILINE)
 
@@ -88,6 +90,21 @@ def test_missing_data_are_told(device, run, tmp_path):
     options = ["--epochs=10", f"--device={device}"]
     printed = run("hetero_imdb.py", *options, folder=tmp_path, PYG_DFGNN_DATA="nowhere")
     assert "imdb.npz was not found: a generated graph stands in" in printed and trains(printed)
+
+
+def test_a_missing_package_is_told(run, tmp_path):
+    (tmp_path / "scipy.py").write_text("raise ModuleNotFoundError('not here', name='scipy')")
+    options = ["--epochs=10", "--device=cpu"]
+    printed = run("gat_cora.py", *options, python=["-B"], PYTHONPATH=os.pathsep.join((str(tmp_path), str(ROOT))))
+    assert "scipy is missing: a generated graph stands in" in printed and trains(printed)
+
+
+@pytest.mark.parametrize("script", sorted(name for name, text in SCRIPTS.items() if "argparse" in text))
+def test_help_describes_the_script_and_its_options(script, run):
+    printed = run(script, "--help")
+    if printed.startswith("skipped: "):
+        pytest.skip(printed.removeprefix("skipped: ").strip())
+    assert SCRIPTS[script].split('"""')[1].splitlines()[0] in printed and "default: " in printed
 
 
 @pytest.mark.parametrize(
