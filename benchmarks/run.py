@@ -377,7 +377,8 @@ class _Runner:
         """False when time ran out."""
         rows = self.table.rows()
         todo = {graph: self.experiment.missing(graph, rows, self.environment) for graph in self.experiment.graphs}
-        print(f"{self.experiment.name}: {sum(map(len, todo.values()))} measurements", flush=True)
+        count = sum(map(len, todo.values()))
+        print(f"{self.experiment.name}: {count} measurements to take, {len(rows)} rows are there", flush=True)
         return all(self._graph(graph, jobs) for graph, jobs in todo.items() if jobs)
 
     def _graph(self, name: str, jobs: Sequence[Job]) -> bool:
