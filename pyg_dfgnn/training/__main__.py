@@ -60,6 +60,8 @@ def command() -> None:
     let_threads_sleep()
     # Curves are drawn to a file; the backend of a notebook may be absent here.
     os.environ["MPLBACKEND"] = "agg"
+    # Own models and data sets lie in the folder that the command runs in, which a console script does not search.
+    sys.path.insert(0, os.getcwd())
     # Hydra leaves errors to this function.
     os.environ["HYDRA_FULL_ERROR"] = "1"
     from pyg_dfgnn.distributed import Group

@@ -84,6 +84,16 @@ def test_sweep_from_another_folder(tmp_path, capsys):
         assert [float(row["test_loss"]) for row in csv.DictReader(stream)] == [row["test_loss"] for row in rows]
 
 
+def test_a_console_script_finds_own_code_in_the_folder_it_runs_in(tmp_path):
+    (tmp_path / "own_net.py").write_text("from pyg_dfgnn.models import GAT as Net\n")
+    own = [*TINY, "trainer.epochs=1", "model=gat", "model._target_=own_net.Net", "hydra.run.dir=run"]
+    script = tmp_path / "bin" / "pyg-dfgnn"
+    script.parent.mkdir()
+    script.write_text("from pyg_dfgnn.command import main\n\nmain()\n")
+    done = run_file(script, ["train", *own], tmp_path, tmp_path, dict(os.environ))
+    assert done.returncode == 0 and (tmp_path / "run" / "metrics.json").is_file(), done.stderr
+
+
 @pytest.mark.parametrize("name", ["train.py", "training", "benchmarks"])
 def test_threads_sleep_while_they_wait(tmp_path, name):
     (tmp_path / "sitecustomize.py").write_text(WATCH)
