@@ -110,6 +110,9 @@ def test_the_user_decides_how_threads_wait(monkeypatch):
 ERRORS = {
     "ConfigCompositionException: Could not override 'model.width'.": ["model.width=3"],
     "ValueError: 'model.hidden_channels' needs a multiple of heads=5 (got 32)": ["model.heads=5"],
+    "InstantiationException: Error locating target 'mine.Net': No module named 'mine'; full_key: model (HYDRA_FULL": [
+        "model._target_=mine.Net"
+    ],
     "TypeError: 'data.task.max_size' needs an integer (got str 'none')": [*TINY, "data.task.max_size=none"],
 }
 # What each command says as it ends.

@@ -1,10 +1,13 @@
-"""Names that a user may have meant, for options of train.py that do not exist."""
+"""Errors as a command tells them to its user: one line, with the names that the user may have meant."""
 
 from __future__ import annotations
 
+import os
 import re
+import sys
 from argparse import ArgumentParser
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
@@ -15,10 +18,40 @@ from hydra.errors import HydraException
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from pyg_dfgnn.errors import UnsupportedError
 from pyg_dfgnn.paths import configs_dir
 
+_SHOWS_TRACEBACK = os.environ.get("HYDRA_FULL_ERROR") == "1"
+_OF_CONFIGS = (HydraException, OmegaConfBaseException)
+_CHAINED = ", set env var HYDRA_FULL_ERROR=1 to see chained exception."
 _KEY = re.compile(r"Could not override '([^']+)'")
 _CHOICE = re.compile(r"Could not find '([^']+)/([^'/]+)'")
+
+
+@contextmanager
+def in_one_line() -> Iterator[None]:
+    """A block whose errors about options, files and packages end the process with their message and status 1.
+
+    The environment variable HYDRA_FULL_ERROR=1 lets them through, as all other errors, with a traceback.
+    """
+    from torch import OutOfMemoryError
+
+    expected = (*_OF_CONFIGS, ValueError, TypeError, OSError, ImportError, UnsupportedError, OutOfMemoryError)
+    try:
+        yield
+    except expected as error:
+        if _SHOWS_TRACEBACK:
+            raise
+        text = str(error)
+        if isinstance(error, _OF_CONFIGS):
+            text = text.replace(_CHAINED, f": {_first_cause(error)};")
+            text = " ".join(text.partition("\nConfig search path")[0].split())
+            text = "; ".join(filter(None, (text, hint(text, sys.argv[1:]))))
+        sys.exit(f"{type(error).__name__}: {text} (HYDRA_FULL_ERROR=1 shows the traceback)")
+
+
+def _first_cause(error: BaseException) -> BaseException:
+    return error if error.__cause__ is None else _first_cause(error.__cause__)
 
 
 def hint(problem: str, words: Sequence[str]) -> str:
