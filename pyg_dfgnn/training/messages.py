@@ -25,6 +25,7 @@ _SHOWS_TRACEBACK = os.environ.get("HYDRA_FULL_ERROR") == "1"
 _OF_CONFIGS = (HydraException, OmegaConfBaseException)
 _CHAINED = ", set env var HYDRA_FULL_ERROR=1 to see chained exception."
 _KEY = re.compile(r"Could not override '([^']+)'")
+_OPEN = re.compile(r"(model|optimizer|scheduler|data\.task|trainer\.loader|backend\.settings)\.")
 _CHOICE = re.compile(r"Could not find '([^']+)/([^'/]+)'")
 
 
@@ -46,7 +47,7 @@ def in_one_line() -> Iterator[None]:
         if isinstance(error, _OF_CONFIGS):
             text = text.replace(_CHAINED, f": {_first_cause(error)};")
             text = " ".join(text.partition("\nConfig search path")[0].split())
-            text = "; ".join(filter(None, (text, hint(text, sys.argv[1:]))))
+            text = with_hint(text, sys.argv[1:])
         sys.exit(f"{type(error).__name__}: {text} (HYDRA_FULL_ERROR=1 shows the traceback)")
 
 
@@ -54,22 +55,25 @@ def _first_cause(error: BaseException) -> BaseException:
     return error if error.__cause__ is None else _first_cause(error.__cause__)
 
 
-def hint(problem: str, words: Sequence[str]) -> str:
-    """Return "did you mean ...?" for an error of Hydra; empty where nothing is close.
+def with_hint(problem: str, words: Sequence[str]) -> str:
+    """Return the message of an error of Hydra with "did you mean ...?" where something is close.
+
+    Advice to append an option with + stays where options are arguments of a class or function.
 
     Args:
-        problem: Its message.
+        problem: The message.
         words: Arguments of the command.
     """
     key, choice = _KEY.search(problem), _CHOICE.search(problem)
+    close: list[str] = []
     if choice is not None:
         names = sorted({path.stem for folder in _folders(words) for path in (folder / choice[1]).glob("*.yaml")})
         close = [f"{choice[1]}={name}" for name in get_close_matches(choice[2], names)]
     elif key is not None:
         close = _close(key[1], words)
-    else:
-        return ""
-    return f"did you mean {' or '.join(close)}?" if close else ""
+        if not _OPEN.match(key[1]):
+            problem = problem.partition(". To append to your config")[0]
+    return f"{problem}; did you mean {' or '.join(close)}?" if close else problem
 
 
 def _close(key: str, words: Sequence[str]) -> list[str]:

@@ -11,7 +11,7 @@ import re
 import shlex
 import sys
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import fields, replace
 from datetime import datetime
@@ -47,6 +47,13 @@ from pyg_dfgnn.transforms import Reorder
 
 log = logging.getLogger(__name__)
 
+GROUPS = {
+    "data": ("task", "reorder"),
+    "backend": ("convs", "settings"),
+    "paths": ("data", "cache", "run"),
+}
+"""Options of the groups whose options no class or function names."""
+ROOT = ("model", "data", "optimizer", "scheduler", "trainer", "backend", "paths", "seed", "device", "resume", "returns")
 RETURNS = ("val_loss", "val_accuracy", "val_error", "test_loss", "test_accuracy", "test_error")
 MAX_SEED = 2**64 - 1
 """Largest seed that torch takes."""
@@ -130,6 +137,9 @@ def train(cfg: DictConfig, group: Group | None = None) -> float:
 
 def _checked(config: Mapping[str, Any]) -> tuple[Options, Reorder | None]:
     """Return the options of the trainer and the order of nodes, once all values that need nothing else are checked."""
+    _check_names("config", config, ROOT)
+    for group, names in GROUPS.items():
+        _check_names(group, config[group], names)
     check_choice("returns", config["returns"], (None, *RETURNS))
     check_integer("seed", config["seed"], 0, MAX_SEED)
     method = config["data"]["reorder"]
@@ -369,11 +379,14 @@ def _arguments(group: str, config: Mapping[Any, Any]) -> Iterator[None]:
 @contextmanager
 def _options(group: str, config: Mapping[str, Any], kind: Any) -> Iterator[None]:
     """A block that makes a dataclass of a group of the config: unknown options are refused, errors name the group."""
-    names = [field.name for field in fields(kind)]
-    if unknown := [name for name in config if name not in names]:
-        raise ValueError(f"'{group}' needs options among {', '.join(names)} (got {', '.join(unknown)})")
+    _check_names(group, config, [field.name for field in fields(kind) if field.init])
     with _arguments(group, config):
         yield
+
+
+def _check_names(group: str, config: Mapping[str, Any], names: Sequence[str]) -> None:
+    if unknown := [name for name in config if name not in names]:
+        raise ValueError(f"'{group}' needs options among {', '.join(names)} (got {', '.join(unknown)})")
 
 
 def run_folder(name: str | None) -> Path:

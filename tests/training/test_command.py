@@ -146,13 +146,14 @@ def test_errors_of_a_user_are_one_line_each(tmp_path):
     ("words", "said"),
     [
         (["model.heds=3"], "+model.heds=3; did you mean model.heads? (HYDRA"),
-        (["epochs=3"], "+epochs=3; did you mean trainer.epochs? (HYDRA"),
+        (["epochs=3"], "Could not override 'epochs'; did you mean trainer.epochs? (HYDRA"),
         (["dta=cora"], "did you mean data or paths.data? (HYDRA"),
         (["data=corra"], "; did you mean data=cora? (HYDRA"),
         (["-m", "data=aifb,mutag", "trainer.epoch=3"], "; did you mean trainer.epochs? (HYDRA"),
         # An option of the model of this data set alone.
         (["data=aifb", "model.num_base=3"], "; did you mean model.num_bases or model.num_blocks? (HYDRA"),
-        (["qqq=1"], "+qqq=1 (HYDRA"),
+        (["qqq=1"], "Could not override 'qqq' (HYDRA"),
+        (["+tainer.epochs=1"], "'config' needs options among model, data, optimizer, scheduler, trainer, backend,"),
     ],
     ids=lambda value: None if isinstance(value, str) else value[-1],
 )
