@@ -1,5 +1,6 @@
 """Every config composes, and the groups fit each other."""
 
+from dataclasses import fields
 from itertools import cycle
 
 import pytest
@@ -8,6 +9,7 @@ from hydra.utils import get_class, get_method
 from omegaconf import OmegaConf
 
 from pyg_dfgnn.paths import configs_dir
+from pyg_dfgnn.settings import Settings
 from tests.configs.train import hydra_config, train_config
 
 GROUPS = ("optimizer", "scheduler", "trainer", "model", "backend")
@@ -156,6 +158,15 @@ def test_runs_of_a_second_have_folders_of_their_own():
     config = OmegaConf.load(configs_dir() / "hydra" / "default.yaml")
     run, sweep = (OmegaConf.to_container(config, resolve=False)[mode]["dir"].split("/") for mode in ("run", "sweep"))
     assert run[-1] == sweep[-1]
+
+
+@pytest.mark.parametrize("backend", ["auto", "auto_graph"])
+def test_a_backend_has_each_setting_with_its_default(backend):
+    config = composed(f"backend={backend}")["backend"]["settings"]
+    defaults = {field.name: field.default for field in fields(Settings) if field.init}
+    # The environment decides about compiled messages.
+    del defaults["compile_messages"]
+    assert config == defaults
 
 
 def test_data_folders_come_from_the_environment(monkeypatch):
