@@ -37,6 +37,7 @@ def command() -> None:
     # Hydra leaves errors to this function.
     os.environ["HYDRA_FULL_ERROR"] = "1"
     from pyg_dfgnn.distributed import Group
+    from pyg_dfgnn.training.sweep import RunsOfSweep
 
     try:
         with tempfile.TemporaryDirectory() as scratch, in_one_line():
@@ -45,7 +46,10 @@ def command() -> None:
                 words = enumerate(sys.argv[1:], 1)
                 first = next((at for at, word in words if "=" in word and word[0] != "-"), len(sys.argv))
                 sys.argv[first:first] = [f"hydra.run.dir={scratch}", f"hydra.sweep.dir={scratch}"]
-            main()
+            try:
+                main()
+            finally:
+                RunsOfSweep.print_table()
         Group.close()
     except KeyboardInterrupt:
         sys.exit(130)

@@ -13,7 +13,7 @@ import os
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from hydra.experimental.callback import Callback
 from omegaconf import DictConfig, OmegaConf
@@ -43,13 +43,19 @@ def collect(*folders: str | Path) -> list[Row]:
     """
     rows = []
     for folder in folders:
-        files = sorted(Path(folder).rglob("metrics.json"), key=lambda file: (len(file.parent.name), str(file)))
-        if not files:
+        runs = _runs_with("metrics.json", Path(folder))
+        if not runs:
             raise FileNotFoundError(f"'folder' needs at least one run with metrics.json (got {folder})")
-        for file in files:
-            overrides = list(OmegaConf.load(file.parent / ".hydra" / "overrides.yaml"))
-            rows.append({"run": str(file.parent), "overrides": " ".join(overrides), **json.loads(file.read_text())})
+        for run in runs:
+            overrides = list(OmegaConf.load(run / ".hydra" / "overrides.yaml"))
+            results = json.loads((run / "metrics.json").read_text())
+            rows.append({"run": str(run), "overrides": " ".join(overrides), **results})
     return rows
+
+
+def _runs_with(name: str, folder: Path) -> list[Path]:
+    """Return the run folders below a folder that hold a file of that name, in the order of the runs."""
+    return sorted((file.parent for file in folder.rglob(name)), key=lambda run: (len(run.name), str(run)))
 
 
 def read_curves(rows: Iterable[Row]) -> Curves:
@@ -166,12 +172,25 @@ def figure(groups: Groups, curves: Curves) -> Figure:
 
 
 class RunsOfSweep(Callback):
-    """Callback of Hydra that prints a table of the runs when a sweep has ended."""
+    """Callback of Hydra that keeps the folder of the sweep, which Hydra tells nobody after an error."""
 
-    def on_multirun_end(self, config: DictConfig, **_: Any) -> None:
-        """Print one line per run, in the folder of process 0."""
+    folder: ClassVar[Path | None] = None
+
+    def on_multirun_start(self, config: DictConfig, **_: Any) -> None:
+        """Keep the folder, in process 0."""
         if int(os.environ.get("RANK", 0)) == 0:
-            print(f"\n{runs_of_sweep(collect(config.hydra.sweep.dir))}", end="")
+            RunsOfSweep.folder = Path(config.hydra.sweep.dir)
+
+    @classmethod
+    def print_table(cls) -> None:
+        """Print one line per finished run of the sweep, if there is one, and the numbers of the others."""
+        if cls.folder is None:
+            return
+        finished = _runs_with("metrics.json", cls.folder)
+        if finished:
+            print(f"\n{runs_of_sweep(collect(cls.folder))}", end="")
+        if others := [run.name for run in _runs_with(".hydra", cls.folder) if run not in finished]:
+            print(f"without a result: {', '.join(others)}")
 
 
 def runs_of_sweep(rows: Iterable[Row]) -> str:

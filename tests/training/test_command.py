@@ -84,6 +84,13 @@ def test_sweep_from_another_folder(tmp_path, capsys):
         assert [float(row["test_loss"]) for row in csv.DictReader(stream)] == [row["test_loss"] for row in rows]
 
 
+def test_a_sweep_with_a_failed_run_prints_the_others(tmp_path):
+    done = train([*TINY, "trainer.epochs=1", "seed=a,1", "-m"], tmp_path)
+    header, _, run, others = done.stdout.splitlines()[-4:]
+    assert header.startswith("| run | changes |") and run.startswith("| 1 |") and others == "without a result: 0"
+    assert done.returncode == 1 and done.stderr.splitlines()[-1].startswith("TypeError: 'seed' needs an integer")
+
+
 def test_a_console_script_finds_own_code_in_the_folder_it_runs_in(tmp_path):
     (tmp_path / "own_net.py").write_text("from pyg_dfgnn.models import GAT as Net\n")
     own = [*TINY, "trainer.epochs=1", "model=gat", "model._target_=own_net.Net", "hydra.run.dir=run"]
