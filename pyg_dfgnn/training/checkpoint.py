@@ -9,10 +9,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from omegaconf import OmegaConf
 
 # These parts of the config must agree between a checkpoint and the run that resumes it, except the places of the data.
 _FIXED = ("model", "data", "optimizer", "scheduler", "seed")
 _FREE = ("data.task.search", "data.task.cache")
+_SHOWN = 5
+"""Largest number of differences that an error names."""
 
 
 def rng_state(device: torch.device) -> dict[str, Any]:
@@ -79,11 +82,19 @@ def load(path: str | Path, config: dict[str, Any]) -> dict[str, Any]:
     saved, current = _fixed(state["config"]), _fixed(config)
     different = [name for name in {**saved, **current} if saved.get(name) != current.get(name)]
     if different:
-        reasons = "; ".join(
+        reasons = [
             f"'{name}' needs {saved.get(name)!r} as in the checkpoint (got {current.get(name)!r})" for name in different
-        )
-        words = shlex.join(_override(name, saved, current) for name in different)
-        raise ValueError(f"cannot resume from {file}: {reasons}. Go on with {words}")
+        ]
+        advice, words = [], file.resolve().parent.parent / ".hydra" / "overrides.yaml"
+        # Many overrides hide that another data set or model was named.
+        if len(different) <= _SHOWN or not words.is_file():
+            advice.append(shlex.join(_override(name, saved, current) for name in different))
+        if words.is_file():
+            given = [word for word in map(str, OmegaConf.load(words)) if not word.startswith("resume=")]
+            advice.append(f"the words of that run: {shlex.join(given) or 'none'}")
+        if len(different) > _SHOWN:
+            reasons[_SHOWN:] = [f"and {len(different) - _SHOWN} more"]
+        raise ValueError(f"cannot resume from {file}: {'; '.join(reasons)}. Go on with {', or with '.join(advice)}")
     return state
 
 

@@ -12,6 +12,7 @@ import torch_geometric.nn as pyg
 import torch_geometric.typing
 from hydra.core.hydra_config import HydraConfig
 from matplotlib.figure import Figure
+from omegaconf import OmegaConf
 
 from pyg_dfgnn.datasets.files import SEARCH
 from pyg_dfgnn.errors import UnsupportedError
@@ -538,6 +539,21 @@ def test_overrides_of_a_checkpoint(run):
     words = r"optimizer.weight_decay=0.1 \+optimizer.eps=1e-07 '~optimizer.amsgrad'$"
     with pytest.raises(ValueError, match=f"Go on with {words}"):
         run("other", "trainer.epochs=1", "+optimizer.amsgrad=true", f"resume={folder}")
+
+
+def test_a_run_of_other_options_is_told_the_words_of_the_run_that_it_resumes(run):
+    _, folder = run("run", "trainer.epochs=2")
+    (folder / ".hydra").mkdir()
+    OmegaConf.save(["trainer.epochs=2", "resume=before"], folder / ".hydra" / "overrides.yaml")
+    few = r"\(got 3\)\. Go on with scheduler\.T_max=2, or with the words of that run: trainer\.epochs=2$"
+    with pytest.raises(ValueError, match=few):
+        run("other", "trainer.epochs=3", f"resume={folder}")
+    many = r"^[^;]*(; '[^;]*){4}; and \d+ more\. Go on with the words of that run: trainer\.epochs=2$"
+    with pytest.raises(ValueError, match=many):
+        run("other", "trainer.epochs=2", "model=gat", "optimizer=adam_l2", f"resume={folder}")
+    OmegaConf.save([], folder / ".hydra" / "overrides.yaml")
+    with pytest.raises(ValueError, match="the words of that run: none$"):
+        run("other", "trainer.epochs=3", f"resume={folder}")
 
 
 def test_composed_config_gets_a_folder_of_its_own(tmp_path, monkeypatch):
