@@ -12,7 +12,7 @@ from torch_geometric.data import Data, HeteroData
 
 from pyg_dfgnn.capture import Recorder, Step, capture_step
 from pyg_dfgnn.distributed import Group
-from pyg_dfgnn.errors import check_choice
+from pyg_dfgnn.errors import check_choice, check_shape
 from pyg_dfgnn.training.metrics import absolute_error, cross_entropy, label_counts
 
 PRECISIONS = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -57,6 +57,10 @@ class Objective:
 
         With `nodes [M]`, logits and labels are of these nodes alone; with `queries [Q, 2]`, of these queries, among
         whose logits those at `known [2, K]` do not count. The model of a `HeteroData` takes dicts.
+
+        Raises:
+            TypeError: The model returns no tensor.
+            ValueError: The model does not return one row per label.
         """
         is_hetero = isinstance(batch, HeteroData)
         inputs = (batch.x_dict, batch.edge_index_dict) if is_hetero else (batch.x, batch.edge_index)
@@ -69,6 +73,8 @@ class Objective:
             self._counts = self._start_counts(batch.y)
         with torch.autocast(self.device.type, self.dtype, enabled=self.dtype is not None):
             logits = model(*inputs, **arguments)
+        rows, kind = len(batch.y), "graph, pooled with 'batch'" if self.graph_level else "label"
+        check_shape("output of the model", logits, (rows, "K"), f"[{rows}, K], a row per {kind}")
         if "known" in batch:
             logits = logits.index_put(tuple(batch.known), logits.new_tensor(-torch.inf))
         self._num_classes = logits.size(1)

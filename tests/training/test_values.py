@@ -51,6 +51,22 @@ def test_error_by_hand():
         assert score.loss == pytest.approx(2.5 / 3) and score.metric == pytest.approx(4 * 2.5 / 3)
 
 
+class PerNode(torch.nn.Linear):
+    """Forgets to pool the rows of nodes."""
+
+    def __init__(self, in_channels, out_channels, **_):
+        super().__init__(in_channels, out_channels)
+
+    def forward(self, x, edge_index, **_):
+        return super().forward(x)
+
+
+def test_a_model_of_nodes_on_graphs_is_told_to_pool(run):
+    error = r"'output of the model' needs shape \[5, K\], a row per graph, pooled with 'batch' \(got \[\d+, 1\]\)"
+    with pytest.raises(ValueError, match=error):
+        run("run", f"model._target_={__name__}.PerNode")
+
+
 def test_what_has_no_value_has_no_weight():
     graph = Data(x=torch.ones(3, 1), edge_index=torch.tensor([[0], [1]]), y=torch.tensor([1.0, 2.0, 3.0]))
     graph.val_mask = torch.tensor([False, True, False])
