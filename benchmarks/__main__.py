@@ -12,10 +12,15 @@ import os
 import sys
 from typing import Any
 
-import hydra
-from omegaconf import DictConfig, OmegaConf
-
 from benchmarks import CONFIGS
+from pyg_dfgnn.errors import end_without_extra
+
+end_without_extra("hydra", "measurements", "train")
+
+import hydra  # noqa: E402
+from omegaconf import DictConfig, OmegaConf  # noqa: E402
+
+from pyg_dfgnn.training.messages import in_one_line  # noqa: E402
 
 codes: list[int] = []
 
@@ -35,9 +40,10 @@ def main(config: DictConfig) -> None:
 
 
 if __name__ == "__main__":
-    # An error in one experiment ends the command with its traceback.
-    os.environ.setdefault("HYDRA_FULL_ERROR", "1")
+    # Hydra leaves errors to the block below.
+    os.environ["HYDRA_FULL_ERROR"] = "1"
     # Plots are drawn to a file; the backend of a notebook may be absent here.
     os.environ["MPLBACKEND"] = "agg"
-    main()
+    with in_one_line(CONFIGS, "bench"):
+        main()
     sys.exit(max(codes, default=0))

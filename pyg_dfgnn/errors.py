@@ -5,6 +5,7 @@ Torch is imported where it is used, so that `import pyg_dfgnn` does not load it:
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable, Sequence
 from operator import index
 from typing import TYPE_CHECKING, Any
@@ -215,3 +216,11 @@ def need_extra(module: str, what: str, extra: str) -> None:
         missing = (error.name or module).partition(".")[0]
         hint = f'pip install ".[{extra}]" in a clone of pyg_dfgnn'
         raise ModuleNotFoundError(f"{what} need {missing}: {hint}", name=missing) from error
+
+
+def end_without_extra(module: str, what: str, extra: str) -> None:
+    """End a command with the message of :func:`need_extra` where the package is missing."""
+    try:
+        need_extra(module, what, extra)
+    except ModuleNotFoundError as error:
+        sys.exit(f"{type(error).__name__}: {error}")

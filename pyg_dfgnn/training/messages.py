@@ -30,10 +30,14 @@ _CHOICE = re.compile(r"Could not find '([^']+)/([^'/]+)'")
 
 
 @contextmanager
-def in_one_line() -> Iterator[None]:
+def in_one_line(configs: Path | None = None, name: str = "train") -> Iterator[None]:
     """A block whose errors about options, files and packages end the process with their message and status 1.
 
     The environment variable HYDRA_FULL_ERROR=1 lets them through, as all other errors, with a traceback.
+
+    Args:
+        configs: Folder of the configs of the command; None: that of train.py.
+        name: Name of the config that others are added to.
     """
     from torch import OutOfMemoryError
 
@@ -47,7 +51,7 @@ def in_one_line() -> Iterator[None]:
         if isinstance(error, _OF_CONFIGS):
             text = text.replace(_CHAINED, f": {_first_cause(error)};")
             text = " ".join(text.partition("\nConfig search path")[0].split())
-            text = with_hint(text, sys.argv[1:])
+            text = with_hint(text, sys.argv[1:], configs or configs_dir(), name)
         sys.exit(f"{type(error).__name__}: {text} (HYDRA_FULL_ERROR=1 shows the traceback)")
 
 
@@ -55,7 +59,7 @@ def _first_cause(error: BaseException) -> BaseException:
     return error if error.__cause__ is None else _first_cause(error.__cause__)
 
 
-def with_hint(problem: str, words: Sequence[str]) -> str:
+def with_hint(problem: str, words: Sequence[str], configs: Path, name: str) -> str:
     """Return the message of an error of Hydra with "did you mean ...?" where something is close.
 
     Advice to append an option with + stays where options are arguments of a class or function.
@@ -63,22 +67,25 @@ def with_hint(problem: str, words: Sequence[str]) -> str:
     Args:
         problem: The message.
         words: Arguments of the command.
+        configs: As in :func:`in_one_line`.
+        name: As in :func:`in_one_line`.
     """
     key, choice = _KEY.search(problem), _CHOICE.search(problem)
     close: list[str] = []
     if choice is not None:
-        names = sorted({path.stem for folder in _folders(words) for path in (folder / choice[1]).glob("*.yaml")})
-        close = [f"{choice[1]}={name}" for name in get_close_matches(choice[2], names)]
+        names = sorted(
+            {file.stem for folder in [configs, *_own(words)] for file in (folder / choice[1]).glob("*.yaml")}
+        )
+        close = [f"{choice[1]}={each}" for each in get_close_matches(choice[2], names)]
     elif key is not None:
-        close = _close(key[1], words)
+        close = _close(key[1], _options(words, configs, name))
         if not _OPEN.match(key[1]):
             problem = problem.partition(". To append to your config")[0]
     return f"{problem}; did you mean {' or '.join(close)}?" if close else problem
 
 
-def _close(key: str, words: Sequence[str]) -> list[str]:
+def _close(key: str, keys: Sequence[str]) -> list[str]:
     """Return the options that are like a key, or end as it does."""
-    keys = _options(words)
     by_end: dict[str, list[str]] = {}
     for each in keys:
         by_end.setdefault(each.rpartition(".")[2], []).append(each)
@@ -90,24 +97,23 @@ def _close(key: str, words: Sequence[str]) -> list[str]:
     return list(dict.fromkeys([*get_close_matches(key, keys, cutoff=0.8), *like]))[:3]
 
 
-def _folders(words: Sequence[str]) -> list[Path]:
-    """Return the folders of configs: that of the package, and that of the user, if words name one."""
+def _own(words: Sequence[str]) -> list[Path]:
+    """Return the folder of the user's configs, if words name one."""
     parser = ArgumentParser(add_help=False, allow_abbrev=False)
     parser.add_argument("--config-dir", "-cd", type=Path)
     own = parser.parse_known_args(words)[0].config_dir
-    return [configs_dir()] if own is None else [configs_dir(), own.absolute()]
+    return [] if own is None else [own.absolute()]
 
 
-def _options(words: Sequence[str]) -> list[str]:
+def _options(words: Sequence[str], configs: Path, name: str) -> list[str]:
     """Return the dotted names of all options under the groups that words choose."""
-    package, *own = _folders(words)
-    groups = {path.name for path in package.iterdir() if path.is_dir()}
+    groups = {path.name for path in configs.iterdir() if path.is_dir()}
     # Of a sweep the first choice.
     chosen = [word.partition(",")[0] for word in words if word.partition("=")[0].lstrip("+") in groups]
     GlobalHydra.instance().clear()
     try:
-        with initialize_config_dir(str(package), version_base="1.3"):
-            config = OmegaConf.to_container(compose("train", [*chosen, *map(_search, own)]))
+        with initialize_config_dir(str(configs), version_base="1.3"):
+            config = OmegaConf.to_container(compose(name, [*chosen, *map(_search, _own(words))]))
     except (HydraException, OmegaConfBaseException):
         return sorted(groups)
     return sorted(groups | set(_flat(config)))

@@ -2,6 +2,8 @@
 
 import re
 import shlex
+import subprocess
+import sys
 from types import SimpleNamespace
 
 import pytest
@@ -48,6 +50,19 @@ def test_experiments_compose(name):
     assert experiment.name == name
     jobs = [job for graph in experiment.graphs for job in experiment.jobs(graph)]
     assert jobs and all(job.directions for job in jobs)
+
+
+@pytest.mark.parametrize(
+    ("word", "said"),
+    [
+        ("smal=true", "ConfigCompositionException: Could not override 'smal'; did you mean small? (HYDRA_FULL"),
+        ("experiment=fig99", "did you mean experiment=fig9 or"),
+        ("ops=[dt]", "ValueError: 'ops' needs one of 'dot', "),
+    ],
+)
+def test_a_wrong_option_is_one_message(word, said):
+    done = subprocess.run([sys.executable, "-m", "benchmarks", word], capture_output=True, text=True)
+    assert done.returncode == 1 and said in done.stderr and "Traceback" not in done.stderr, done.stderr
 
 
 def test_the_figures_of_the_paper_are_all_there():
