@@ -11,11 +11,12 @@ torchrun --nproc_per_node=2 train.py             one process per GPU
 """
 
 import os
+import sys
 
 # Read while torch is loaded: see pyg_dfgnn.threads.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
-from pyg_dfgnn.training.__main__ import command  # noqa: E402
+from pyg_dfgnn.command import main  # noqa: E402
 
 if __name__ == "__main__":
-    command()
+    sys.exit(main(["train", *sys.argv[1:]]))

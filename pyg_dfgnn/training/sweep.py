@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from hydra.experimental.callback import Callback
 from omegaconf import DictConfig, OmegaConf
 
+from pyg_dfgnn.training.messages import in_one_line
 from pyg_dfgnn.training.report import write_rows
 
 if TYPE_CHECKING:
@@ -213,7 +214,9 @@ def main(words: Sequence[str] | None = None) -> None:
     """Print mean and standard deviation of the test metric per setting, and write rows, table and figure."""
     parser = argparse.ArgumentParser(description="Sum up the runs of sweeps.")
     parser.add_argument("folders", nargs="+", help="run folders of the sweeps; the files go to the first one")
-    folders = [Path(folder) for folder in parser.parse_args(words).folders]
+    given = [Path(folder) for folder in parser.parse_args(words).folders]
+    # A sweep has a file beside its runs, which a pattern such as multirun/*/* names too.
+    folders = [folder for folder in given if not folder.is_file()] or given
     # The figure is drawn to a file; the backend of a notebook may be absent here.
     os.environ["MPLBACKEND"] = "agg"
     rows = collect(*folders)
@@ -232,4 +235,5 @@ def main(words: Sequence[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    with in_one_line():
+        main()

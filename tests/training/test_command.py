@@ -223,6 +223,20 @@ def test_a_resumed_run_has_the_flags_of_hydra(tmp_path):
     assert again.stdout == done.stdout, again.stderr
 
 
+def test_a_sweep_that_is_not_there_is_one_line(tmp_path):
+    done = start("sweep", ["nothere"], tmp_path)
+    line = "FileNotFoundError: 'folder' needs at least one run with metrics.json (got nothere) (HYDRA_FULL_ERROR=1"
+    assert done.returncode == 1 and done.stderr.startswith(line) and len(done.stderr.splitlines()) == 1, done.stderr
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_without_hydra_each_command_names_the_extra_in_one_line(tmp_path, name):
+    (tmp_path / "sitecustomize.py").write_text("import sys\n\nsys.modules['hydra'] = None\n")
+    done = start(name, [], tmp_path)
+    assert done.returncode == 1 and len(done.stderr.splitlines()) == 1, done.stderr
+    assert 'need hydra: pip install ".[train]"' in done.stderr
+
+
 def test_sweep_without_runs(tmp_path):
     with pytest.raises(FileNotFoundError, match="'folder' needs at least one run with metrics.json"):
         sweep_module.collect(tmp_path)

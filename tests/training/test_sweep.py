@@ -26,6 +26,12 @@ def test_files_lie_in_the_first_folder(folder, tmp_path, capsys):
     assert str(folder / "sweep.md") in printed
 
 
+def test_files_beside_runs_are_skipped(folder, capsys):
+    (folder / "multirun.yaml").touch()
+    sweep.main([str(folder / "2"), str(folder / "multirun.yaml"), str(folder / "3")])
+    assert "84.00 +- 0.00 % over 2 runs" in capsys.readouterr().out
+
+
 def test_a_figure_that_fails_costs_no_results(folder, monkeypatch, capsys):
     def full(*_, **__):
         raise OSError("No space left on device")
