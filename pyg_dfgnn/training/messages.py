@@ -60,7 +60,7 @@ def _first_cause(error: BaseException) -> BaseException:
 
 
 def with_hint(problem: str, words: Sequence[str], configs: Path, name: str) -> str:
-    """Return the message of an error of Hydra with "did you mean ...?" where something is close.
+    """Return the message of an error of Hydra with "did you mean ...?" where something is close, or a missing extra.
 
     Advice to append an option with + stays where options are arguments of a class or function.
 
@@ -70,6 +70,8 @@ def with_hint(problem: str, words: Sequence[str], configs: Path, name: str) -> s
         configs: As in :func:`in_one_line`.
         name: As in :func:`in_one_line`.
     """
+    if "'hydra/launcher/submitit_slurm'" in problem:
+        return f'{problem.rstrip(".")}; jobs of Slurm need the extra cluster: pip install ".[cluster]"'
     key, choice = _KEY.search(problem), _CHOICE.search(problem)
     close: list[str] = []
     if choice is not None:

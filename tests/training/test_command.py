@@ -237,6 +237,14 @@ def test_without_hydra_each_command_names_the_extra_in_one_line(tmp_path, name):
     assert 'need hydra: pip install ".[train]"' in done.stderr
 
 
+def test_jobs_of_slurm_name_the_extra(tmp_path):
+    hide = "import sys\n\nsys.modules['hydra_plugins.hydra_submitit_launcher'] = None\n"
+    (tmp_path / "sitecustomize.py").write_text(hide)
+    done = start("training", ["-m", "hydra/launcher=slurm", "seed=0"], tmp_path)
+    assert done.returncode == 1 and len(done.stderr.splitlines()) == 1, done.stderr
+    assert 'need the extra cluster: pip install ".[cluster]" (HYDRA' in done.stderr
+
+
 def test_sweep_without_runs(tmp_path):
     with pytest.raises(FileNotFoundError, match="'folder' needs at least one run with metrics.json"):
         sweep_module.collect(tmp_path)
