@@ -100,7 +100,8 @@ class RawFiles:
             except Exception as error:
                 if self.are_in(raw):
                     raise
-                raise FileNotFoundError(f"{self.not_found()}\nThe download failed: {error!r}") from error
+                failed = f"The download failed: {type(error).__name__}: {error}"
+                raise FileNotFoundError(f"{self.not_found()}\n{failed}") from error
 
     @contextmanager
     def reading(self, folder: str | Path) -> Iterator[None]:
