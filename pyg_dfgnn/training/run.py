@@ -82,6 +82,8 @@ def train(cfg: DictConfig, group: Group | None = None) -> float:
         ValueError: A value of the config is wrong or does not fit another one.
         FileNotFoundError: The data set or the checkpoint to resume from is missing.
     """
+    # The environment may name one of the usual folders, or none.
+    cfg.paths.data = list(dict.fromkeys(cfg.paths.data))
     config: dict[str, Any] = OmegaConf.to_container(cfg, resolve=True, throw_on_missing=True)  # type: ignore[assignment]
     options, reorder = _checked(config)
     folder = run_folder(config["paths"]["run"])

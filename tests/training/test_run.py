@@ -172,6 +172,12 @@ def test_a_model_of_edge_features_needs_some(run):
         run("run", "model=gine")
 
 
+def test_a_folder_of_data_that_is_named_twice_is_searched_once(run, caplog):
+    caplog.set_level("INFO")
+    run("run", "trainer.epochs=1", "paths.data=[data,data,more]")
+    assert "paths: data=['data', 'more']" in caplog.text
+
+
 def test_loss_falls(run):
     _, folder = run("run", "trainer.epochs=30", "optimizer.lr=0.01")
     losses = [float(row["train_loss"]) for row in history(folder)]
