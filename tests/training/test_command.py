@@ -188,8 +188,10 @@ def test_the_traceback_is_there_for_who_wants_it(tmp_path, monkeypatch):
 
 def test_the_backend_of_a_notebook_is_not_needed(tmp_path, monkeypatch):
     monkeypatch.setenv("MPLBACKEND", "module://no_such_package.backend_inline")
+    # Where fonts were never looked for.
+    monkeypatch.setenv("MPLCONFIGDIR", str(tmp_path / "fonts"))
     done = train([*TINY, "trainer.epochs=1", "hydra.run.dir=run"], tmp_path)
-    assert done.returncode == 0, done.stderr
+    assert done.returncode == 0 and "fontManager" not in done.stdout, done.stderr
     assert (tmp_path / "run" / "curves.png").is_file()
     done = start("sweep", ["run"], tmp_path)
     assert done.returncode == 0 and (tmp_path / "run" / "sweep.png").is_file(), done.stderr
