@@ -55,15 +55,19 @@ def _end_allocations(device: torch.device, graph: torch.cuda.CUDAGraph) -> None:
 
 
 def _renew_random_numbers(device: torch.device, state: Tensor) -> None:
-    """Let PyTorch draw numbers outside of captures again, whose generator a failed capture may leave in its own state.
+    """Let PyTorch draw numbers outside of captures again, whose generator takes a failed capture to be under way.
 
     Args:
         device: The device.
         state: The state of its generator before the capture.
     """
-    fresh = torch.Generator(device)
-    fresh.set_state(state)
-    torch.cuda.default_generators[device.index].graphsafe_set_state(fresh.graphsafe_get_state())
+    try:
+        torch.empty(1, device=device).uniform_()
+    except RuntimeError:
+        # Graphs that were recorded before keep the state that they know.
+        fresh = torch.Generator(device)
+        torch.cuda.default_generators[device.index].graphsafe_set_state(fresh.graphsafe_get_state())
+    torch.cuda.set_rng_state(state, device)
 
 
 @contextmanager

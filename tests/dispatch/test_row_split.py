@@ -210,6 +210,17 @@ def test_long_rows_are_joined_in_a_block_or_come_first(score, direction):
     assert swept.blocks > 1 and not swept.constants["JOINED"]
 
 
+@pytest.mark.parametrize("direction", DIRECTIONS)
+def test_rows_of_two_pieces_with_edge_features_are_not_joined(direction):
+    def is_joined(degree, edge, nodes=40_962):
+        problem = replace(PROBLEM, heads=16, channels=32, dtype=torch.bfloat16, edge=edge)
+        return plan_pass(problem, direction, FakeGraph(nodes, 8 * nodes, degree)).constants["JOINED"] == 1
+
+    assert not is_joined(36, edge=True)
+    # Without edge features, of more pieces, and where few rows leave the device half empty.
+    assert is_joined(36, edge=False) and is_joined(120, edge=True) and is_joined(36, edge=True, nodes=1_000)
+
+
 def test_small_graphs_find_the_norms_from_what_they_read():
     """Only forward passes of the cosine score, of targets that are the sources, of rows that no merge finishes."""
     problem = replace(PROBLEM, score="cosine", heads=1, channels=128)

@@ -5,9 +5,11 @@ import gc
 import pytest
 import torch
 from torch import nn
+from torch_geometric.nn import HeteroLinear
 from torch_geometric.nn import conv as pyg
 
 import pyg_dfgnn
+from pyg_dfgnn.errors import UnsupportedError
 from pyg_dfgnn.nn.conv import normalized, relational
 from pyg_dfgnn.ops import visits
 from pyg_dfgnn.ops.visits import is_new
@@ -224,6 +226,48 @@ def test_convs_whose_lists_or_norms_take_longer_are_pygs_on_new_edges(name, monk
         before = len(launched)
         other(x, edges(), *rest)
         assert len(launched) > before
+
+
+@needs_compiler
+@pytest.mark.parametrize("other", [nn.Linear, nn.Identity], ids=["torch's Linear", "no linear layer"])
+def test_another_layer_inside_a_conv(other):
+    layer = pyg_dfgnn.accelerate(pyg.HEATConv(FEATURES, 4, 2, 3, 4, FEATURES, 4))
+    layer.lin = other(layer.lin.in_channels, 4)
+    x, types, attr = torch.randn(30, FEATURES), torch.arange(30) % 2, torch.randn(90, FEATURES)
+    given = x, edges(), types, torch.arange(90) % 3, attr
+    with emulated_device(), pyg_dfgnn.local_settings(fallback="error"):
+        if other is nn.Linear:
+            outs = [layer(*given) for _ in range(3)]
+            torch.testing.assert_close(outs[0], outs[2], **elementwise("float32/few_terms"))
+            return
+        with pytest.raises(UnsupportedError, match="att or lin is another layer"):
+            layer(*given)
+
+
+@needs_compiler
+@pytest.mark.parametrize("options", [{}, {"is_sorted": True}, {"num_types": 17}], ids=str)
+def test_new_types_of_rows_are_looped_over_if_they_are_few(options):
+    layer = HeteroLinear(FEATURES, 4, **{"num_types": 3, **options})
+    x, types = torch.randn(30, FEATURES), torch.arange(30) % 3
+    want = torch.stack([row @ layer.weight[type_] + layer.bias[type_] for row, type_ in zip(x, types, strict=True)])
+    own = pyg_dfgnn.accelerate(layer)
+    counts = []
+    with emulated_device() as launched:
+        for _ in range(3):
+            before = len(launched)
+            torch.testing.assert_close(own(x, types), want, **elementwise("float32/few_terms"))
+            counts.append(len(launched) > before)
+    assert counts == ([True] * 3 if options else [False, False, True])
+
+
+@needs_compiler
+def test_joint_edges_of_which_some_are_new_are_new():
+    layer = pyg_dfgnn.accelerate(pyg.HGTConv(FEATURES, FEATURES, (["a", "b"], TYPES), heads=2))
+    x, known = {name: torch.randn(30, FEATURES) for name in "ab"}, edges()
+    with emulated_device() as launched:
+        for _ in range(5):
+            layer(x, {TYPES[0]: known, TYPES[1]: edges(), TYPES[2]: edges()})
+        assert not launched
 
 
 TYPES = [("a", "to", "b"), ("b", "to", "a"), ("a", "by", "a")]

@@ -14,7 +14,7 @@ from pyg_dfgnn.graph import Graph
 from pyg_dfgnn.ir.layers import Layer
 from pyg_dfgnn.nn.conv.relational import RelationalConv
 from pyg_dfgnn.nn.conv_call import ConvCall, num_edges
-from pyg_dfgnn.nn.dense.hetero_linear import HETERO_LINEAR, typed_rows
+from pyg_dfgnn.nn.dense.hetero_linear import FEW_TYPES, HETERO_LINEAR, typed_rows
 from pyg_dfgnn.nn.gate import finalize_dtype, is_plain_layer, methods_of, promoted_dtype
 from pyg_dfgnn.nn.projection import is_plain_linear
 from pyg_dfgnn.nn.relational_program import kept_by_dropout, run
@@ -53,7 +53,12 @@ class HEATConv(RelationalConv, conv.HEATConv):
 
     def _numbers_per_edge(self) -> int:
         # PyG joins both ends with the features of the edge for the scores and maps each message.
-        return self.att.in_channels + self.lin.in_channels + (self.heads + 4) * self.out_channels
+        joined, sent = (layer.weight.size(1) for layer in (self.att, self.lin))
+        return joined + sent + (self.heads + 4) * self.out_channels  # type: ignore[no-any-return]
+
+    def _are_few(self, *args: Any) -> bool:
+        # PyG's maps of node types are a loop over them.
+        return self.hetero_lin.num_types <= FEW_TYPES and super()._are_few(*args)
 
     def _count_relations(self) -> int:
         return self.edge_type_emb.num_embeddings

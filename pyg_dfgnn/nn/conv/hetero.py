@@ -103,7 +103,10 @@ class JointConv(RelationalConv):
         Raises:
             ValueError: A `Graph` has other numbers of nodes than the features.
         """
-        if self._is_short(edge_index_dict) and self._are_few(edge_index_dict.values()):
+        # PyG maps the nodes for each edge type.
+        rows = len(edge_index_dict) * sum(len(x) for x in x_dict.values() if isinstance(x, Tensor))
+        is_short = not reasons and self._is_short(edge_index_dict)
+        if is_short and self._are_few(edge_index_dict.values(), 2 * self.out_channels * rows):
             return ConvCall(FEW, (), HeteroEdges(edge_index_dict, {}, {}), "dict")
         compiling = torch.compiler.is_compiling()
         against = [*reasons, *module_reasons(self, compiling)]

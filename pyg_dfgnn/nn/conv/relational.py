@@ -15,7 +15,7 @@ from pyg_dfgnn.ir.layers import Layer
 from pyg_dfgnn.nn import conv_call
 from pyg_dfgnn.nn.conv.aggregation import is_matrix, values_of
 from pyg_dfgnn.nn.conv_call import ConvCall
-from pyg_dfgnn.nn.gate import FusedConv, edges_lack_kernels, is_described, is_multiple
+from pyg_dfgnn.nn.gate import FusedConv, edges_lack_kernels, is_multiple
 from pyg_dfgnn.nn.registry import Description
 from pyg_dfgnn.nn.relational_program import RelationalProblem, dtype_reasons, explain, reasons_of_problem, run
 from pyg_dfgnn.ops.relational import RowSet, index_space_of
@@ -23,7 +23,7 @@ from pyg_dfgnn.ops.visits import MEASURED_NUMBERS, is_new, is_new_outside_captur
 
 _FEW_NUMBERS = 1 << 24
 """Numbers in rows of edges of one relation up to which PyG's code takes less of the host than a program."""
-_FEW_RELATIONS = 8
+FEW_RELATIONS = 8
 """Relations up to which PyG's loop takes less of the host than the lists of new edges."""
 _LISTED_NUMBERS = 2 * MEASURED_NUMBERS
 """Numbers that PyG's code writes for all edges from which it takes longer than lists of new edges."""
@@ -64,7 +64,7 @@ class RelationalConv(FusedConv):
     def _is_looped(self, edge_index: Any) -> bool:
         """Return whether PyG's loop over the relations takes a call in less time."""
         # PyG's loop waits for the device.
-        if self.num_relations > _FEW_RELATIONS or may_not_wait(edge_index):
+        if self.num_relations > FEW_RELATIONS or may_not_wait(edge_index):
             return False
         if self._is_one_of_few(edge_index):
             return True
@@ -76,14 +76,20 @@ class RelationalConv(FusedConv):
             return False
         return edge_index.size(-1) * getattr(self, self._loop_width) < _FEW_NUMBERS  # type: ignore[no-any-return]
 
-    def _are_few(self, edge_sets: Collection[Any]) -> bool:
-        """Return whether PyG's code takes new edges in less time than their lists are made in."""
-        if self._numbers_per_edge is None or is_described() or not all(type(edges) is Tensor for edges in edge_sets):
+    def _are_few(self, edge_sets: Collection[Any], beside: int = 0) -> bool:
+        """Return whether PyG's code takes new edges in less time than their lists are made in.
+
+        Args:
+            edge_sets: The edges of the call; lists are made of all of them where one set is new.
+            beside: Numbers that PyG's code writes beside those for each edge.
+        """
+        if self._numbers_per_edge is None or not all(type(edges) is Tensor for edges in edge_sets):
             return False
         # PyG's code may wait for the device.
-        if not edge_sets or not is_new_outside_captures(self, next(iter(edge_sets))):
+        if not any([is_new_outside_captures(self, edges) for edges in edge_sets]):
             return False
-        return sum(edges.size(-1) for edges in edge_sets) * int(self._numbers_per_edge()) < _LISTED_NUMBERS
+        numbers = sum(edges.size(-1) for edges in edge_sets) * int(self._numbers_per_edge()) + beside
+        return numbers < _LISTED_NUMBERS
 
     def _describe(self, device: torch.device | None, *args: Any, **kwargs: Any) -> Description:
         description = super()._describe(device, *args, **kwargs)
@@ -123,7 +129,7 @@ class RelationalConv(FusedConv):
         Returns:
             The call, with its reasons.
         """
-        if self._are_few((edge_index,)):
+        if not reasons and self._are_few((edge_index,)):
             return ConvCall(FEW, (), edge_index, "tensor", edge_type=edge_type)
         if edges_lack_kernels(edge_index):
             return ConvCall([NO_DEVICE], (), edge_index, "tensor", edge_type=edge_type)

@@ -13,7 +13,7 @@ from pyg_dfgnn.errors import check_shape
 from pyg_dfgnn.graph import Graph
 from pyg_dfgnn.ir.layers import Layer
 from pyg_dfgnn.nn.conv.aggregation import is_matrix, values_of
-from pyg_dfgnn.nn.conv.relational import RelationalConv
+from pyg_dfgnn.nn.conv.relational import FEW_RELATIONS, RelationalConv
 from pyg_dfgnn.nn.conv_call import ConvCall, edges_in_flow, form_of, num_edges, with_weights
 from pyg_dfgnn.nn.gate import methods_of
 from pyg_dfgnn.nn.projection import is_plain_linear
@@ -77,6 +77,11 @@ class RGATConv(RelationalConv, conv.RGATConv):
     def _numbers_per_edge(self) -> int:
         # PyG gathers the weight of each edge.
         return self.in_channels * self.heads * self.out_channels  # type: ignore[no-any-return]
+
+    def _are_few(self, *args: Any) -> bool:
+        # PyG's softmax within relations is a loop over them.
+        is_short = self.attention_mechanism != "within-relation" or self.num_relations <= FEW_RELATIONS
+        return is_short and super()._are_few(*args)
 
     def _program(
         self, call: ConvCall, graph: Graph | RowSet, x: Tensor, *_: Any, **__: Any

@@ -128,8 +128,9 @@ class FastRGCNConv(RelationalGraphConv, conv.FastRGCNConv):
     _forms = (*RelationalConv._forms, "torch.sparse")
 
     def _numbers_per_edge(self) -> int:
-        # PyG gathers the weight of each edge, or its blocks.
-        return self.in_channels_l * self.out_channels // (self.num_blocks or 1)  # type: ignore[no-any-return]
+        # PyG gathers the weight of each edge, or its blocks, and counts the relations of means in a row for each.
+        weight = self.in_channels_l * self.out_channels // (self.num_blocks or 1)
+        return weight + (3 * self.num_relations if self.aggr == "mean" else 0)  # type: ignore[no-any-return]
 
     def _number(self, x_src: OptTensor, node: Tensor) -> Tensor:
         return node

@@ -21,7 +21,7 @@ from pyg_dfgnn.ops.relational import RowSet, index_space_of
 from pyg_dfgnn.ops.visits import MEASURED_NUMBERS, is_left, is_new_outside_captures
 from pyg_dfgnn.torch_private import is_tracing
 
-_FEW_TYPES = 16
+FEW_TYPES = 16
 """Types up to which PyG's loop takes less of the host than the lists of new rows."""
 MANY_TYPES = 10
 """Types from which one product is faster than one each, as PyG has it."""
@@ -113,12 +113,13 @@ class HeteroLinear(TypedLayer, dense.HeteroLinear):
     weight: Tensor
     bias: Tensor | None
     num_types: int
+    is_sorted: bool
     in_channels: int
     out_channels: int
 
     def forward(self, x: Tensor, type_vec: Tensor) -> Tensor:
         """PyG's forward; see `torch_geometric.nn.HeteroLinear.forward`."""
-        if is_left() or self._is_looped(type_vec):
+        if is_left() or self._is_looped(x, type_vec):
             return super().forward(x, type_vec)  # type: ignore[no-any-return]
         if reasons := self._reasons(x, type_vec):
             report_fallback(type(self).__name__, reasons)
@@ -126,12 +127,14 @@ class HeteroLinear(TypedLayer, dense.HeteroLinear):
             return out
         return self._product(x, type_vec)
 
-    def _is_looped(self, type_vec: Tensor) -> bool:
+    def _is_looped(self, x: Tensor, type_vec: Tensor) -> bool:
         """Return whether PyG's loop over the types takes new rows in less time than their lists are made in."""
         # PyG's loop waits for the device.
-        if self.num_types > _FEW_TYPES or not is_new_outside_captures(self, type_vec):
+        # PyG's takes unsorted rows for sorted ones where it is told so, and autocast's dtype for that of the weight.
+        if self.num_types > FEW_TYPES or self.is_sorted or torch.is_autocast_enabled(x.device.type):
             return False
-        # PyG's loop waits for the device.
+        if type_vec.shape != x.shape[:1] or not is_new_outside_captures(self, type_vec):
+            return False
         return type_vec.numel() * (self.in_channels + self.out_channels) < MEASURED_NUMBERS
 
     def _reasons(self, x: Tensor, type_vec: Tensor) -> list[str]:
