@@ -74,6 +74,11 @@ class JointConv(RelationalConv):
         """Return whether PyG's loop over the edge types of a call is short."""
         return len(edge_index_dict) <= self._few_relations
 
+    def _mapped(self, x_dict: dict[str, Any], edge_types: int) -> int:
+        """Return how many numbers PyG's code writes as it maps the nodes for each edge type."""
+        nodes = sum(x.size(0) for x in x_dict.values() if isinstance(x, Tensor) and x.dim() == 2)
+        return 2 * self.out_channels * edge_types * nodes  # type: ignore[no-any-return]
+
     def _numbers_per_edge(self) -> int:
         # PyG gathers what a source sends, and weights it.
         return 3 * self.out_channels  # type: ignore[no-any-return]
@@ -103,10 +108,8 @@ class JointConv(RelationalConv):
         Raises:
             ValueError: A `Graph` has other numbers of nodes than the features.
         """
-        # PyG maps the nodes for each edge type.
-        rows = len(edge_index_dict) * sum(len(x) for x in x_dict.values() if isinstance(x, Tensor))
         is_short = not reasons and self._is_short(edge_index_dict)
-        if is_short and self._are_few(edge_index_dict.values(), 2 * self.out_channels * rows):
+        if is_short and self._are_few(edge_index_dict.values(), self._mapped(x_dict, len(edge_index_dict))):
             return ConvCall(FEW, (), HeteroEdges(edge_index_dict, {}, {}), "dict")
         compiling = torch.compiler.is_compiling()
         against = [*reasons, *module_reasons(self, compiling)]

@@ -129,8 +129,7 @@ class HeteroLinear(TypedLayer, dense.HeteroLinear):
 
     def _is_looped(self, x: Tensor, type_vec: Tensor) -> bool:
         """Return whether PyG's loop over the types takes new rows in less time than their lists are made in."""
-        # PyG's loop waits for the device.
-        # PyG's takes unsorted rows for sorted ones where it is told so, and autocast's dtype for that of the weight.
+        # Told so, PyG's loop takes unsorted rows for sorted ones, and its results have the dtype of the weight.
         if self.num_types > FEW_TYPES or self.is_sorted or torch.is_autocast_enabled(x.device.type):
             return False
         if type_vec.shape != x.shape[:1] or not is_new_outside_captures(self, type_vec):
