@@ -70,6 +70,9 @@ def compile_and_run():
 
 def signal_while_compiling(number):
     """Let the process get a signal while NVRTC compiles for the first time."""
+    if number == signal.SIGINT:
+        # A shell without job control lets what it starts in the background ignore it.
+        signal.signal(number, signal.default_int_handler)
     nvrtc = compiler.import_cupy().cuda.compiler.nvrtc
     compile_program = nvrtc.compileProgram
 
