@@ -190,7 +190,7 @@ def test_a_loop_over_few_relations_is_pygs_on_new_edges():
     assert counts == [False, False, True, True, True, True]
 
 
-RELATIONAL = {
+LISTS_OR_NORMS = {
     "RGATConv": (lambda: pyg.RGATConv(FEATURES, 4, 3, heads=2), "edge_type"),
     "FastRGCNConv": (lambda: pyg.FastRGCNConv(FEATURES, 4, 3), "edge_type"),
     "HEATConv": (lambda: pyg.HEATConv(FEATURES, 4, 2, 3, 4, FEATURES, 4), "node_type edge_type edge_attr"),
@@ -201,9 +201,9 @@ RELATIONAL = {
 
 
 @needs_compiler
-@pytest.mark.parametrize("name", RELATIONAL)
+@pytest.mark.parametrize("name", LISTS_OR_NORMS)
 def test_convs_whose_lists_or_norms_take_longer_are_pygs_on_new_edges(name, monkeypatch):
-    make, names = RELATIONAL[name]
+    make, names = LISTS_OR_NORMS[name]
     given = {
         "edge_type": torch.arange(90) % 3,
         "node_type": torch.arange(30) % 2,
