@@ -9,7 +9,7 @@ from torch_geometric.nn import HeteroLinear
 from torch_geometric.nn import conv as pyg
 
 import pyg_dfgnn
-from pyg_dfgnn.errors import UnsupportedError
+from pyg_dfgnn.errors import IdRangeError, UnsupportedError
 from pyg_dfgnn.nn.conv import normalized, relational
 from pyg_dfgnn.ops import visits
 from pyg_dfgnn.ops.visits import is_new
@@ -258,6 +258,15 @@ def test_new_types_of_rows_are_looped_over_if_they_are_few(options):
             torch.testing.assert_close(own(x, types), want, **elementwise("float32/few_terms"))
             counts.append(len(launched) > before)
     assert counts == ([True] * 3 if options else [False, False, True])
+
+
+@pytest.mark.parametrize("wrong", [-1, 3])
+def test_types_out_of_range_are_told_before_the_loop(wrong):
+    layer, types = pyg_dfgnn.accelerate(HeteroLinear(FEATURES, 4, num_types=3)), torch.arange(30) % 3
+    types[7] = wrong
+    with emulated_device(), pytest.raises(IdRangeError, match=r"'type_vec' needs types in \[0, num_types=3\)"):
+        layer(torch.randn(30, FEATURES), types)
+    assert layer(torch.randn(0, FEATURES), types[:0]).shape == (0, 4)
 
 
 @needs_compiler

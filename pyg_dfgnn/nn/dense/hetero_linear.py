@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch_geometric.nn import dense
 
-from pyg_dfgnn.errors import check_shape
+from pyg_dfgnn.errors import IdRangeError, check_shape
 from pyg_dfgnn.fallback import NO_DEVICE, report_fallback
 from pyg_dfgnn.graph import Graph
 from pyg_dfgnn.ir import IndexSpace
@@ -128,13 +128,24 @@ class HeteroLinear(TypedLayer, dense.HeteroLinear):
         return self._product(x, type_vec)
 
     def _is_looped(self, x: Tensor, type_vec: Tensor) -> bool:
-        """Return whether PyG's loop over the types takes new rows in less time than their lists are made in."""
+        """Return whether PyG's loop over the types takes new rows in less time than their lists are made in.
+
+        Raises:
+            IdRangeError: A type of such rows is out of range.
+        """
         # Told so, PyG's loop takes unsorted rows for sorted ones, and its results have the dtype of the weight.
         if self.num_types > FEW_TYPES or self.is_sorted or torch.is_autocast_enabled(x.device.type):
             return False
         if type_vec.shape != x.shape[:1] or not is_new_outside_captures(self, type_vec):
             return False
-        return type_vec.numel() * (self.in_channels + self.out_channels) < MEASURED_NUMBERS
+        if type_vec.numel() * (self.in_channels + self.out_channels) >= MEASURED_NUMBERS:
+            return False
+        if type_vec.numel():
+            # PyG's loop, which waits for the device too, would write out of bounds.
+            low, high = torch.stack(type_vec.aminmax()).tolist()
+            if low < 0 or high >= self.num_types:
+                raise IdRangeError(f"'type_vec' needs types in [0, num_types={self.num_types}) (got {low} to {high})")
+        return True
 
     def _reasons(self, x: Tensor, type_vec: Tensor) -> list[str]:
         reasons = self._reasons_of(x, self.weight)
