@@ -133,6 +133,52 @@ def test_layers_on_few_new_edges_have_pygs_numbers_and_gradients(name, ends, hoo
     assert called == ([upstream, layer] if hooked else [])
 
 
+NORMED = {
+    "GCNConv": (lambda cls: cls(FEATURES, 4, improved=True), "weight"),
+    "GCNConv-max": (lambda cls: cls(FEATURES, 4, aggr="max"), "weight"),
+    "GCN2Conv": (lambda cls: cls(FEATURES, 0.1), "x_0 weight"),
+    "SGConv": (lambda cls: cls(FEATURES, 4, K=2, add_self_loops=False), "weight"),
+    "SSGConv": (lambda cls: cls(FEATURES, 4, alpha=0.2, K=2), "weight"),
+    "TAGConv": (lambda cls: cls(FEATURES, 4), ""),
+    "APPNP": (lambda cls: cls(3, 0.1), "weight"),
+    "LGConv": (lambda cls: cls(), "weight"),
+    "ARMAConv": (lambda cls: cls(FEATURES, 4, num_stacks=2), "weight"),
+    "ChebConv": (lambda cls: cls(FEATURES, 4, K=3), ""),
+    "ChebConv-rw": (lambda cls: cls(FEATURES, 4, K=2, normalization="rw"), "weight"),
+    "ClusterGCNConv": (lambda cls: cls(FEATURES, 4, diag_lambda=0.5), ""),
+}
+
+
+@pytest.mark.parametrize("hooked", [False, True], ids=["plain", "hooked"])
+@pytest.mark.parametrize("batch", [(), pytest.param((2,), marks=pytest.mark.cuda)], ids=["rows", "batch of rows"])
+@pytest.mark.parametrize("name", NORMED)
+def test_normalised_convs_on_few_new_edges_have_pygs_numbers_and_gradients(name, batch, hooked):
+    make, names = NORMED[name]
+    kind, device = name.partition("-")[0], "cuda" if batch else "cpu"
+    if batch and kind == "GCN2Conv":
+        pytest.skip("PyG's GCN2Conv takes matrices alone")
+    torch.manual_seed(0)
+    upstream = make(getattr(pyg, kind)).double().to(device)
+    layer = make(getattr(pyg_dfgnn.nn, kind)).double().to(device)
+    layer.load_state_dict(upstream.state_dict())
+    called, edge_index = [], edges().to(device)
+    if hooked:
+        for each in (upstream, layer):
+            each.register_message_forward_hook(lambda module, args, out: called.append(module) or 2 * out)
+    results = []
+    for each in (upstream, layer):
+        generator = torch.Generator().manual_seed(1)
+        x = torch.randn(*batch, 30, FEATURES, generator=generator).double().to(device).requires_grad_()
+        weight = torch.rand(90, generator=generator).double().to(device).requires_grad_()
+        given = {"edge_weight": weight} if "weight" in names else {}
+        out = each(x, *([x.detach()] if "x_0" in names else []), edge_index.clone(), **given)
+        inputs = [x, *given.values(), *each.parameters()]
+        results.append((out, *torch.autograd.grad(out.sin().sum(), inputs, allow_unused=True)))
+    for own, pygs in zip(*results, strict=True):
+        torch.testing.assert_close(own, pygs, **elementwise("float64/rounding"))
+    assert set(called) == ({upstream, layer} if hooked else set())
+
+
 @pytest.mark.parametrize(
     ("kind", "is_few"),
     [(pyg.SAGEConv, False), (pyg.GraphConv, True), (pyg.ClusterGCNConv, False), (pyg.ChebConv, False)],

@@ -42,7 +42,7 @@ class MessageInputs(NamedTuple):
     """Edges of a call, and the factors of its messages.
 
     Attributes:
-        graph: The edges.
+        graph: The edges; an `edge_index` where operators of torch sum the messages.
         weight: A factor of each message, [E]; None for 1.
         scale: A factor of each message at either end of its edge, float32 [N], that no gradient is asked of.
         dtype: Dtype that PyG's weights would have; None without.
@@ -53,7 +53,7 @@ class MessageInputs(NamedTuple):
         vectors: Inputs of that message by name; None without.
     """
 
-    graph: Graph | EdgeSet
+    graph: Graph | EdgeSet | Tensor
     weight: Tensor | None = None
     scale: Tensor | None = None
     dtype: torch.dtype | None = None
@@ -121,6 +121,8 @@ class AggregationConv(FusedConv):
     """Whether kernels take new and few edges in less time than PyG's code, the time to sort them included."""
     _writes = 1
     """Times that PyG's code takes for a row of that width per edge, in those of a sum."""
+    _factor = "edge_weight"
+    """Name of the factor per edge in PyG's message."""
     project = False
     """Whether a linear layer and a ReLU come before the aggregation: an attribute of PyG's SAGEConv."""
     _makes_edges = False
@@ -270,29 +272,34 @@ class AggregationConv(FusedConv):
             if self.project:
                 source = self.lin(source).relu()
             return self._aggregate(self._message_inputs(call), source), False
-        statistics = () if self.project else statistics_of(self._modules["aggr_module"])
-        if (
-            statistics not in _BY_TORCH
-            or size is not None
-            or edge_index.dtype is not torch.int64
-            or type(source) not in PLAIN
-            or type(target) not in PLAIN
-            or source.dim() != 2
-            or edge_index.dim() != 2
-            or self.flow != "source_to_target"
-            or self.node_dim != self._node_dim
-            or not only_reduces(self)
-        ):
-            # PyG's propagation does more than to reduce messages.
+        if self.project or size is not None or not self._takes_operators(edge_index, source, target):
             return visits.run_left(super().forward, x, edge_index, *values, size=size), True
         try:
-            senders, receivers = edge_index.unbind(0)
-            rows = self.message(source.index_select(0, senders), **edges)
-            # `index_add_` takes twice the time on many edges and keeps the rows for backward.
-            return scatter(rows, receivers, 0, target.size(0), statistics[0]), False
+            return self._reduce(edge_index, source, target.size(-2), **edges), False
         except (IndexError, RuntimeError, ValueError):
             # PyG's propagate tells what is wrong.
             return visits.run_left(super().forward, x, edge_index, *values, size=size), True
+
+    def _takes_operators(self, edge_index: Any, source: Any, target: Any) -> bool:
+        """Return whether PyG's propagation of a call gathers, makes messages and reduces them, and does no more."""
+        return (
+            statistics_of(self._modules["aggr_module"]) in _BY_TORCH
+            and edge_index.dtype is torch.int64
+            and edge_index.dim() == 2
+            and type(source) in PLAIN
+            and type(target) in PLAIN
+            and source.dim() > 1
+            and self.flow == "source_to_target"
+            and self.node_dim == self._node_dim
+            and only_reduces(self)
+        )
+
+    def _reduce(self, edge_index: Tensor, x: Tensor, num_dst: int, **edges: OptTensor) -> Tensor:
+        """Return the messages of a call that :meth:`_takes_operators` admits, reduced by operators of torch."""
+        senders, receivers = edge_index.unbind(0)
+        rows = self.message(x.index_select(-2, senders), **edges)
+        # `index_add_` takes twice the time on many edges and keeps the rows for backward.
+        return scatter(rows, receivers, rows.dim() - 2, num_dst, statistics_of(self._modules["aggr_module"])[0])
 
     def _describe(self, device: torch.device | None, *args: Any, **kwargs: Any) -> Description:
         description = super()._describe(device, *args, **kwargs)
@@ -361,6 +368,8 @@ class AggregationConv(FusedConv):
             Shape [N_dst, F], wider where several statistics are concatenated.
         """
         module = self._modules["aggr_module"]
+        if isinstance(sent.graph, Tensor):
+            return self._reduce(sent.graph, x, x.size(-2), **{self._factor: sent.weight})
         names = statistics_of(module)
         several = is_multiple(module)
         if sent.part is not None:

@@ -27,6 +27,7 @@ class ARMAConv(NormalizedConv, conv.ARMAConv):
     _is_projected = True
     _channels = "_width"
     _hop_count = "num_layers"
+    _follows_pyg = False
 
     @property
     def _width(self) -> int:

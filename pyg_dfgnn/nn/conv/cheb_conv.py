@@ -30,6 +30,7 @@ class ChebConv(AggregationConv, conv.ChebConv):
     propagate_type = {"x": Tensor, "norm": Tensor}
     _upstream_methods = methods_of(conv.ChebConv)
     _makes_edges = True
+    _factor = "norm"
 
     def _problem_fields(self, x: Any = None, edge: Tensor | None = None) -> ProblemFields:
         message, names, channels, *_ = super()._problem_fields(x, edge)
@@ -65,13 +66,17 @@ class ChebConv(AggregationConv, conv.ChebConv):
     ) -> Tensor:
         """PyG's forward, also on a `Graph`; see `torch_geometric.nn.ChebConv.forward`."""
         if self._is_left(x, edge_index, edge_weight):
-            left: Tensor = run_left(super().forward, x, edge_index, edge_weight, batch, lambda_max)
-            return left
-        call = self._call(x, edge_index, edge_weight, batch, lambda_max)
-        if call.reasons:
-            out: Tensor = self._fall_back(call, x, edge_weight, batch, lambda_max)
-            return out
-        sent, factor, rest = self._laplacian(call, x, batch, lambda_max)
+            if not self._takes_operators(edge_index, x, x):
+                left: Tensor = run_left(super().forward, x, edge_index, edge_weight, batch, lambda_max)
+                return left
+            options = x.size(-2), edge_weight, self.normalization, lambda_max
+            sent, factor, rest = MessageInputs(*self.__norm__(edge_index, *options, x.dtype, batch)), 1.0, 0.0
+        else:
+            call = self._call(x, edge_index, edge_weight, batch, lambda_max)
+            if call.reasons:
+                out: Tensor = self._fall_back(call, x, edge_weight, batch, lambda_max)
+                return out
+            sent, factor, rest = self._laplacian(call, x, batch, lambda_max)
 
         def multiply(features: Tensor) -> Tensor:
             product = self._aggregate(sent, features)

@@ -22,6 +22,7 @@ class GCN2Conv(NormalizedConv, conv.GCN2Conv):
     propagate_type = {"x": Tensor, "edge_weight": OptTensor}
     _upstream_methods = methods_of(conv.GCN2Conv)
     _keeps_edges = True
+    _follows_pyg = False
 
     def _call(  # type: ignore[override]
         self, x: Tensor, x_0: Tensor, edge_index: Adj | Graph, edge_weight: OptTensor = None

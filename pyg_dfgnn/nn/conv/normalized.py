@@ -7,7 +7,7 @@ from torch import Tensor
 from torch_geometric.nn.conv.gcn_conv import gcn_norm
 from torch_geometric.typing import Adj, OptTensor
 
-from pyg_dfgnn.fallback import FEW, NO_DEVICE, SMALL
+from pyg_dfgnn.fallback import FEW, NO_DEVICE, SMALL, report_fallback
 from pyg_dfgnn.graph import EdgeSet, Graph
 from pyg_dfgnn.graph.derived import version_of
 from pyg_dfgnn.graph.ends import Part
@@ -21,6 +21,8 @@ from pyg_dfgnn.ops.visits import is_compiled_few, is_new, is_new_outside_capture
 _SCALED = {"sum", "mean"}
 _FEW_HOPS = 3
 """Sums over new edges of a call up to which PyG's code takes less of the host than kernels."""
+_BY_OPERATORS = "operators"
+"""Form of edges whose messages operators of torch sum, with PyG's normalisation."""
 _BATCHED = (NO_MATRIX,)
 """Reasons where nothing but a dimension before that of the nodes is against kernels."""
 
@@ -40,6 +42,8 @@ class NormalizedConv(AggregationConv):
     """Whether weights of edges are dropped in this call."""
     _cached_edge_index: tuple[Tensor, Tensor] | None
     _takes_new = True
+    _follows_pyg = True
+    """Whether the forward is PyG's but for its sums, so that it takes the same features at no further cost."""
     _hop_count = "K"
     """The attribute with the number of sums over the edges, one where there is none."""
     _keeps_edges = False
@@ -74,13 +78,19 @@ class NormalizedConv(AggregationConv):
             return False
         return is_new_outside_captures(self, edge_index) and self._is_below(x, edge_index, NEW_NUMBERS)
 
+    def _takes_operators(self, edge_index: Any, source: Any, target: Any) -> bool:
+        return self._follows_pyg and not self._takes_cache and super()._takes_operators(edge_index, source, target)
+
     def _ask_normalized(self, x: Any, edge_index: Any, edge_weight: Tensor | None, *reasons: str) -> ConvCall:
         """Ask the gate about a call whose edges are to be normalised, if the conv does so."""
-        if type(edge_index) is Tensor and edge_index.is_cuda and isinstance(x, Tensor) and x.dim() != 2 and not reasons:
-            return ConvCall(_BATCHED, (), edge_index, "tensor")
+        is_batch = type(edge_index) is Tensor and edge_index.is_cuda and isinstance(x, Tensor) and x.dim() != 2
         is_left = isinstance(x, Tensor) and x.dim() == 2 and self._are_few(x, edge_index, edge_weight)
-        if is_left and not reasons and not is_described():
-            return ConvCall(FEW, (), edge_index, "tensor")
+        if (is_left or is_batch) and not reasons and not is_described():
+            why = _BATCHED if is_batch else FEW
+            if not self._takes_operators(edge_index, x, x):
+                return ConvCall(why, (), edge_index, "tensor")
+            report_fallback(type(self).__name__, why)
+            return ConvCall((), (), edge_index, _BY_OPERATORS, edge_weight)
         if edges_lack_kernels(edge_index):
             return ConvCall([NO_DEVICE], (), edge_index, "tensor")
         against, loops = list(reasons), self.normalize and self.add_self_loops
@@ -121,6 +131,12 @@ class NormalizedConv(AggregationConv):
         Raises:
             ValueError: There are other numbers of weights and edges.
         """
+        if call.form == _BY_OPERATORS:
+            edges, weight = call.edge_index, call.edge_attr
+            if self.normalize:
+                options = self.improved, self.add_self_loops, self.flow, x.dtype
+                edges, weight = gcn_norm(edges, weight, x.size(-2), *options)
+            return MessageInputs(edges, weight)
         if not self.normalize:
             return self._message_inputs(call)
         by_node = self._is_by_node(call.edge_attr)
