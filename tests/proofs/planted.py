@@ -6,17 +6,18 @@ THREADS = 32
 FAULTS = {
     # Writes behind the end of an array.
     "memcheck": "x[n + threadIdx.x] = 1.0f;",
+    # Half of a warp meets at a barrier.
+    "synccheck": "if (threadIdx.x < 16) __syncthreads();\n    x[threadIdx.x % n] = 1.0f;",
+    # Reads what nobody has written.
+    "initcheck": "if (x[n - 1 - threadIdx.x % n] == 3.0f) x[0] = 1.0f;",
     # Threads of two warps exchange values without a barrier.
     "racecheck": """
     __shared__ float shared[64];
     shared[threadIdx.x] = x[threadIdx.x];
     x[threadIdx.x] = shared[63 - threadIdx.x] + 1.0f;""",
-    # Half of a warp meets at a barrier.
-    "synccheck": "if (threadIdx.x < 16) __syncthreads();\n    x[threadIdx.x % n] = 1.0f;",
-    # Reads what nobody has written.
-    "initcheck": "if (x[n - 1 - threadIdx.x % n] == 3.0f) x[0] = 1.0f;",
 }
-"""Tool -> the body of its kernel on an array of n floats."""
+"""Tool -> the body of its kernel on an array of n floats; the slowest tool last, which has what the others leave of the
+time."""
 INITIALISED = ("racecheck", "synccheck", "memcheck")
 
 
