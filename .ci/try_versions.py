@@ -20,6 +20,7 @@ TESTS = (
     "tests/test_command.py::test_layers_of_the_doctor_run_kernels",
     "tests/nn/test_parity.py::test_every_option",
     "tests/nn/test_parity.py::test_which_flags_ask_for_weights",
+    "tests/nn/test_export.py::test_exports_are_told_from_compilations",
     "tests/nn/test_drop_in.py::test_compile_on_the_cpu[GATConv-False]",
     "tests/nn/test_messages.py::test_captured_forwards_equal_pyg[SAGEConv]",
     "tests/nn/test_messages.py::test_captured_forwards_equal_pyg[user-Temperature]",

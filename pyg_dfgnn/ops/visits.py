@@ -230,10 +230,17 @@ def is_compiled_few(edges: Any, width: int) -> bool:
     return edges.size(-1) * width < _COMPILED_NUMBERS  # type: ignore[no-any-return]
 
 
+# Marked constant, and so called while torch.compile traces, which takes torch's function for True before torch 2.13.
+@torch.compiler.assume_constant_result
+def is_exporting() -> bool:
+    """Return whether torch.export traces."""
+    return torch.compiler.is_exporting()
+
+
 def may_be_few(edges: Tensor) -> bool:
     """Return whether a tensor is on a GPU, and the settings let PyG's code take few edges.
 
     An exported program is for any number of edges.
     """
     is_few = edges.is_cuda and current().leaves_few and edges.layout is torch.strided
-    return is_few and not torch.compiler.is_exporting()
+    return is_few and not is_exporting()

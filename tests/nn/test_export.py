@@ -11,6 +11,7 @@ import torch
 from torch.export import Dim
 
 import pyg_dfgnn.nn as ours
+from pyg_dfgnn.ops import visits
 from pyg_dfgnn.settings import local_settings
 from pyg_dfgnn.statements.segment import MESSAGES, STATS, statement_of
 from tests.emu import needs_compiler
@@ -142,3 +143,13 @@ def test_a_name_of_no_op():
     for name in ("attention/of_a_user", "segment/copy/median", "segment/unknown/sum", "segment", "other"):
         with pytest.raises(ValueError, match=r"needs.*\(got"):
             torch.ops.pyg_dfgnn.run(f"{name}:forward:1:0:0:", [anchor], [3, 3], [x], [])
+
+
+def test_exports_are_told_from_compilations():
+    class Told(torch.nn.Module):
+        def forward(self, x):
+            return x + 1 if visits.is_exporting() else x
+
+    x = torch.zeros(1)
+    assert torch.compile(Told(), backend="eager", fullgraph=True)(x) == Told()(x) == 0
+    assert torch.export.export(Told(), (x,), strict=False).module()(x) == 1
