@@ -47,21 +47,30 @@ def joint_graph(edge_sets: Sequence[Any], numbers: tuple[int, ...]) -> Graph:
     graph = _cache.get(key, anchors, versions)
     if graph is not None:
         return graph.on_this_stream()
-    num_nodes, num_relations, *rest = numbers
-    relations, *ends = (rest[place::5] for place in range(5))
     with torch.inference_mode(False), torch.no_grad():
-        edges = [_read(part, *sizes) for part, *sizes in zip(edge_sets, ends[1], ends[3], strict=True)]
-        bounds = pull(*(bound for source, target in edges for bound in bounds_of(source, target)))
-        width = len(bounds) // len(edges)
-        for i, (source, _) in enumerate(edges):
-            refuse_ids(bounds[i * width : (i + 1) * width], ends[1][i], ends[3][i], source.numel())
-        edge_index = torch.cat(
-            [torch.stack([s + first, t + second]) for (s, t), first, second in zip(edges, ends[0], ends[2])], dim=1
-        )
-        types = [source.new_full(source.shape, relation) for (source, _), relation in zip(edges, relations)]
-        graph = Graph.of(edge_index, num_nodes, edge_type=torch.cat(types), num_relations=num_relations)
+        edge_index, relation = joined(edge_sets, numbers)
+        graph = Graph.of(edge_index, numbers[0], edge_type=relation, num_relations=numbers[1])
     _cache.put(key, anchors, versions, graph)
     return graph
+
+
+def joined(edge_sets: Sequence[Any], numbers: tuple[int, ...]) -> tuple[Tensor, Tensor]:
+    """Return the edges of all sets between the nodes of all types, int64 [2, E], and the relation of each, int64 [E].
+
+    Arguments and errors are those of :func:`joint_graph`.
+    """
+    rest = numbers[2:]
+    relations, *ends = (rest[place::5] for place in range(5))
+    edges = [_read(part, *sizes) for part, *sizes in zip(edge_sets, ends[1], ends[3], strict=True)]
+    bounds = pull(*(bound for source, target in edges for bound in bounds_of(source, target)))
+    width = len(bounds) // len(edges)
+    for i, (source, _) in enumerate(edges):
+        refuse_ids(bounds[i * width : (i + 1) * width], ends[1][i], ends[3][i], source.numel())
+    edge_index = torch.cat(
+        [torch.stack([s + first, t + second]) for (s, t), first, second in zip(edges, ends[0], ends[2])], dim=1
+    )
+    types = [source.new_full(source.shape, relation) for (source, _), relation in zip(edges, relations)]
+    return edge_index, torch.cat(types)
 
 
 def _key(anchors: Sequence[Any], numbers: tuple[int, ...]) -> tuple[Hashable, ...]:

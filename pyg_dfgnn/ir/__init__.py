@@ -1,5 +1,6 @@
 """Programs on row domains: relational layers, users' own and traced message passing, before a kernel is chosen."""
 
+from pyg_dfgnn.ir.dense_pairs import DensePairs
 from pyg_dfgnn.ir.domains import D, Domain, E, One, R, S, Td, Ts, U, V
 from pyg_dfgnn.ir.index_space import IndexSpace
 from pyg_dfgnn.ir.interpreter import interpret
@@ -8,6 +9,7 @@ from pyg_dfgnn.ir.trace import concat, dot, leaky_relu, logsumexp_to, max_to, me
 
 __all__ = [
     "D",
+    "DensePairs",
     "Domain",
     "E",
     "One",

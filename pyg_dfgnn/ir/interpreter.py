@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from pyg_dfgnn.errors import check_device, check_dtype, check_shape, check_tensor
-from pyg_dfgnn.ir.domains import D, Domain, E, One, S
+from pyg_dfgnn.ir.dense_pairs import NODES, DensePairs
+from pyg_dfgnn.ir.domains import D, Domain, E, One, R, S
 from pyg_dfgnn.ir.index_space import IndexSpace
 from pyg_dfgnn.ir.pointwise import POINTWISE
 from pyg_dfgnn.ir.program import Program, Shape, Value
@@ -20,7 +21,7 @@ EPSILON = 1e-16
 """Number that PyG adds to the sum of a softmax."""
 
 
-def interpret(program: Program, rows: IndexSpace, inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def interpret(program: Program, rows: IndexSpace | DensePairs, inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Run a program.
 
     Args:
@@ -44,7 +45,11 @@ def interpret(program: Program, rows: IndexSpace, inputs: Mapping[str, Tensor]) 
 
 
 def run_values(
-    program: Program, rows: IndexSpace, inputs: Mapping[str, Tensor], like: Tensor, exact: Collection[str] = ()
+    program: Program,
+    rows: IndexSpace | DensePairs,
+    inputs: Mapping[str, Tensor],
+    like: Tensor,
+    exact: Collection[str] = (),
 ) -> dict[str, Tensor]:
     """Run a program on tensors that need no check, with a row also on the domain of one row.
 
@@ -70,7 +75,11 @@ def run_values(
 
 
 def run_value(
-    value: Value, operands: list[tuple[Value, Tensor]], rows: IndexSpace, like: Tensor, is_exact: bool = False
+    value: Value,
+    operands: list[tuple[Value, Tensor]],
+    rows: IndexSpace | DensePairs,
+    like: Tensor,
+    is_exact: bool = False,
 ) -> Tensor:
     """Return the rows of a value that is no input.
 
@@ -83,7 +92,7 @@ def run_value(
     return (_run_exactly if is_exact else _run)(value, operands, rows, like)
 
 
-def check_inputs(program: Program, rows: IndexSpace, inputs: Mapping[str, Tensor]) -> None:
+def check_inputs(program: Program, rows: IndexSpace | DensePairs, inputs: Mapping[str, Tensor]) -> None:
     """Check the inputs of a program.
 
     Raises:
@@ -101,7 +110,7 @@ def check_inputs(program: Program, rows: IndexSpace, inputs: Mapping[str, Tensor
         _check_input(value, rows, inputs[name], torch.int64 if value.is_seed else dtypes[0])
 
 
-def _check_input(value: Value, rows: IndexSpace, tensor: Tensor, dtype: torch.dtype) -> None:
+def _check_input(value: Value, rows: IndexSpace | DensePairs, tensor: Tensor, dtype: torch.dtype) -> None:
     name, domain = value.attrs[0], value.domain
     if domain is not One:
         rows.index(domain, One)
@@ -112,7 +121,9 @@ def _check_input(value: Value, rows: IndexSpace, tensor: Tensor, dtype: torch.dt
     check_device(name, tensor, rows.device)
 
 
-def _run_exactly(value: Value, operands: list[tuple[Value, Tensor]], rows: IndexSpace, like: Tensor) -> Tensor:
+def _run_exactly(
+    value: Value, operands: list[tuple[Value, Tensor]], rows: IndexSpace | DensePairs, like: Tensor
+) -> Tensor:
     """Return a value in float32. Products of 16-bit numbers are exact there: tensor cores add them in float32."""
     if value.op == "linear" and like.is_cuda and value.domain is operands[0][0].domain:
         (_, x), (_, w) = operands
@@ -123,7 +134,7 @@ def _run_exactly(value: Value, operands: list[tuple[Value, Tensor]], rows: Index
         return _run(value, [(operand, tensor.float()) for operand, tensor in operands], rows, like.float())
 
 
-def _run(value: Value, operands: list[tuple[Value, Tensor]], rows: IndexSpace, like: Tensor) -> Tensor:
+def _run(value: Value, operands: list[tuple[Value, Tensor]], rows: IndexSpace | DensePairs, like: Tensor) -> Tensor:
     op, attrs, domain = value.op, value.attrs, value.domain
     if op == "const":
         return like.new_full((1,), attrs[0])
@@ -169,14 +180,14 @@ def _run(value: Value, operands: list[tuple[Value, Tensor]], rows: IndexSpace, l
     raise AssertionError(f"the operator {op!r} has no meaning")
 
 
-def _kept(value: Value, seed: Tensor, rows: IndexSpace, like: Tensor) -> Tensor:
+def _kept(value: Value, seed: Tensor, rows: IndexSpace | DensePairs, like: Tensor) -> Tensor:
     domain, shape, p, stream = value.attrs
     numbers = torch.arange(rows.sizes[domain], device=rows.device)
     factor = dropout_factor(numbers, prod(shape), p, seed, stream).to(like.dtype).reshape(-1, *shape)
     return factor if value.domain is domain else factor.index_select(0, rows.index(value.domain, domain))
 
 
-def _stacked(value: Value, x: Tensor, rows: IndexSpace) -> Tensor:
+def _stacked(value: Value, x: Tensor, rows: IndexSpace | DensePairs) -> Tensor:
     """One value of many rows as rows, or the other way round."""
     is_stack = value.op == "stack"
     need, have = (value.attrs[0], x.size(0)) if is_stack else (rows.sizes[value.domain], x.size(1))
@@ -185,10 +196,12 @@ def _stacked(value: Value, x: Tensor, rows: IndexSpace) -> Tensor:
     return x[None] if is_stack else x.squeeze(0)
 
 
-def _gathered(value: Value, tensor: Tensor, domain: Domain, rows: IndexSpace) -> Tensor:
+def _gathered(value: Value, tensor: Tensor, domain: Domain, rows: IndexSpace | DensePairs) -> Tensor:
     if value.domain is One and tensor.size(0) == 1:
         # The gradient is a sum in pairs then, rather than one addition after another.
         return tensor.expand(rows.sizes[domain], *tensor.shape[1:])
+    if isinstance(rows, DensePairs) and domain in NODES and value.domain in (R, NODES[domain]):
+        return rows.spread(tensor, domain, value.domain).flatten(0, 1)
     return tensor if value.domain is domain else tensor.index_select(0, rows.index(domain, value.domain))
 
 
@@ -204,7 +217,7 @@ def _folded(tensor: Tensor, shape: Shape) -> Tensor:
     return (tensor.sum(sums, keepdim=True) if sums else tensor).reshape(tensor.size(0), *shape)
 
 
-def _by_weight(domain: Domain, weight: Domain, rows: IndexSpace) -> list[tuple[int, Tensor]]:
+def _by_weight(domain: Domain, weight: Domain, rows: IndexSpace | DensePairs) -> list[tuple[int, Tensor]]:
     """The rows of a domain by the row of the weight that they read: pairs of that row and positions."""
     index = rows.index(domain, weight)
     counts = torch.bincount(index, minlength=rows.sizes[weight]).tolist()
@@ -212,9 +225,11 @@ def _by_weight(domain: Domain, weight: Domain, rows: IndexSpace) -> list[tuple[i
     return [(row, part) for row, part in enumerate(parts) if counts[row]]
 
 
-def _linear(value: Value, operands: list[tuple[Value, Tensor]], rows: IndexSpace) -> Tensor:
+def _linear(value: Value, operands: list[tuple[Value, Tensor]], rows: IndexSpace | DensePairs) -> Tensor:
     """The maps of the rows that share a weight at a time, so that no weight is gathered per row."""
     (xv, x), (wv, w) = operands
+    if isinstance(rows, DensePairs) and value.domain in NODES and wv.domain is R:
+        return _linear_of_pairs(value, xv, x, w, rows)
     x = _gathered(xv, x, value.domain, rows)
     if wv.domain is One:
         return _multiplied(value, x, w)
@@ -223,6 +238,22 @@ def _linear(value: Value, operands: list[tuple[Value, Tensor]], rows: IndexSpace
         return x.new_zeros(rows.sizes[value.domain], *value.shape) + 0 * (x.sum() + w.sum())
     products = torch.cat([_multiplied(value, x[part], w[row : row + 1]) for row, part in parts])
     return products[torch.cat([part for _, part in parts]).argsort()]
+
+
+def _linear_of_pairs(value: Value, xv: Value, x: Tensor, w: Tensor, rows: DensePairs) -> Tensor:
+    """The maps of all pairs, by one product of batches."""
+    is_node = xv.domain is NODES[value.domain]
+    x = x.unsqueeze(0) if is_node else rows.by_relation(_gathered(xv, x, value.domain, rows))
+    w = _padded(w, len(value.shape) + (value.op == "linear")).unsqueeze(1)
+    x = x.reshape(*x.shape[:2], *(1,) * (len(value.shape) - x.dim() + 2), *x.shape[2:])
+    if value.op == "matmul":
+        out = x @ w
+    elif len(value.shape) == 1:
+        out = x @ w.squeeze(1)
+    else:
+        # Leading sizes of a row are batches, in front of the nodes.
+        out = (x.movedim(1, -2) @ w.squeeze(1)).movedim(-2, 1)
+    return out.reshape(rows.sizes[value.domain], *value.shape)
 
 
 def _multiplied(value: Value, x: Tensor, w: Tensor) -> Tensor:
@@ -241,15 +272,17 @@ def _multiplied(value: Value, x: Tensor, w: Tensor) -> Tensor:
     return (x.unsqueeze(-2) @ w).squeeze(-2) if is_vector else x @ w
 
 
-def _sum(value: Value, operands: list[tuple[Value, Tensor]], rows: IndexSpace, like: Tensor) -> Tensor:
+def _sum(value: Value, operands: list[tuple[Value, Tensor]], rows: IndexSpace | DensePairs, like: Tensor) -> Tensor:
     domain, over = value.attrs
     x = _gathered(*operands[0], over, rows)
     if domain is One:
         return x.sum(0, keepdim=True)
-    return x.new_zeros(rows.sizes[domain], *value.shape).index_add(0, rows.index(over, domain), x)
+    if isinstance(rows, DensePairs) and over in NODES and domain in (R, NODES[over]):
+        return rows.by_relation(x).sum(1 if domain is R else 0)
+    return x.new_zeros(rows.sizes[domain], *value.shape).index_add_(0, rows.index(over, domain), x)
 
 
-def _max(value: Value, operands: list[tuple[Value, Tensor]], rows: IndexSpace, like: Tensor) -> Tensor:
+def _max(value: Value, operands: list[tuple[Value, Tensor]], rows: IndexSpace | DensePairs, like: Tensor) -> Tensor:
     domain, over = value.attrs
     return _largest(_gathered(*operands[0], over, rows), rows.index(over, domain), rows.sizes[domain])
 
@@ -259,32 +292,37 @@ def _largest(x: Tensor, index: Tensor, size: int) -> Tensor:
     return x.new_zeros(size, *x.shape[1:]).scatter_reduce(0, index, x, "amax", include_self=False)
 
 
-def _lengths(rows: IndexSpace, domain: Domain, over: Domain) -> Tensor:
+def _lengths(rows: IndexSpace | DensePairs, domain: Domain, over: Domain) -> Tensor:
     """Return how many rows of `over` each row of a domain has."""
+    if isinstance(rows, DensePairs):
+        index = rows.index(over, domain)
+        return index.new_zeros(rows.sizes[domain]).index_add_(0, index, torch.ones_like(index))
     if over is E and domain in (S, D):
         # Of the sorted edges, for which no device is waited for.
         return rows.adjacency(domain, over).rowptr.diff()
     return torch.bincount(rows.index(over, domain), minlength=rows.sizes[domain])
 
 
-def _count(value: Value, operands: list[tuple[Value, Tensor]], rows: IndexSpace, like: Tensor) -> Tensor:
+def _count(value: Value, operands: list[tuple[Value, Tensor]], rows: IndexSpace | DensePairs, like: Tensor) -> Tensor:
     domain, over = value.attrs
     return _lengths(rows, domain, over).clamp(min=1).to(like.dtype)
 
 
-def _is_used(value: Value, operands: list[tuple[Value, Tensor]], rows: IndexSpace, like: Tensor) -> Tensor:
+def _is_used(value: Value, operands: list[tuple[Value, Tensor]], rows: IndexSpace | DensePairs, like: Tensor) -> Tensor:
     """1 for rows that have any of those that are ranged over, 0 for the others."""
     domain, over = value.attrs
     return (_lengths(rows, domain, over) > 0).to(like.dtype)
 
 
-def _outer(value: Value, operands: list[tuple[Value, Tensor]], rows: IndexSpace, like: Tensor) -> Tensor:
+def _outer(value: Value, operands: list[tuple[Value, Tensor]], rows: IndexSpace | DensePairs, like: Tensor) -> Tensor:
     """The products of the rows of one sum at a time, so that no outer product per row exists."""
     domain, over = value.attrs
     x, y = (_padded(_gathered(*operand, over, rows), len(value.shape) - 1) for operand in operands)
     if domain in (One, over):
         product = torch.einsum(f"n...k,n...m->{'n' if domain is over else ''}...km", x, y)
         return product.reshape(rows.sizes[domain], *value.shape)
+    if isinstance(rows, DensePairs) and over in NODES and domain is R:
+        return torch.einsum("rn...k,rn...m->r...km", rows.by_relation(x), rows.by_relation(y)).reshape(-1, *value.shape)
     out = x.new_zeros(rows.sizes[domain], *value.shape)
     parts = _by_weight(over, domain, rows)
     if not parts:
@@ -293,12 +331,12 @@ def _outer(value: Value, operands: list[tuple[Value, Tensor]], rows: IndexSpace,
     return out.index_add(0, torch.tensor([row for row, _ in parts], device=rows.device), sums)
 
 
-def _softmax(value: Value, operands: list[tuple[Value, Tensor]], rows: IndexSpace, like: Tensor) -> Tensor:
+def _softmax(value: Value, operands: list[tuple[Value, Tensor]], rows: IndexSpace | DensePairs, like: Tensor) -> Tensor:
     domain, over = value.attrs
     index, x = rows.index(over, domain), _gathered(*operands[0], over, rows)
     most = _largest(x.detach(), index, rows.sizes[domain])
     exp = (x - most[index]).exp()
-    total = x.new_zeros(most.shape).index_add(0, index, exp) + EPSILON
+    total = x.new_zeros(most.shape).index_add_(0, index, exp) + EPSILON
     return exp / total[index]
 
 

@@ -33,6 +33,7 @@ class ConvCall(NamedTuple):
         weights: Whether the caller wants the attention weights.
         edge_type: Relation of each edge, `[num_input_edges]`; None where there are none, and where a `Graph` has them.
         part: The part of a partitioned graph that the edges are those of; None of a whole graph.
+        is_new: Whether operators of torch take the edges as they are, of which no list of pairs is made.
     """
 
     reasons: Sequence[str]
@@ -46,6 +47,7 @@ class ConvCall(NamedTuple):
     weights: bool = False
     edge_type: Tensor | None = None
     part: Part | None = None
+    is_new: bool = False
 
     def replace(self, **fields: Any) -> "ConvCall":
         """Return the call with other fields; torch 2.11 cannot go on with what `_replace` makes after a graph break."""

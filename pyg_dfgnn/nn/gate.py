@@ -58,6 +58,8 @@ hooks_of = itemgetter(*HOOKS)
 """(attributes of a layer) -> its hooks of messages, of each kind."""
 _overrides: dict[type, tuple[str, ...]] = {}
 _answers: dict[tuple[Any, ...], tuple[str, ...]] = {}
+_singles: dict[type, tuple[str, ...]] = {}
+"""Class of an aggregation -> its statistics, where no option decides them."""
 
 
 def methods_of(conv_type: type[MessagePassing]) -> tuple[Any, ...]:
@@ -170,10 +172,6 @@ def _own_propagation(conv_type: type[MessagePassing]) -> list[str]:
     return names
 
 
-_singles: dict[type, tuple[str, ...]] = {}
-"""Class of an aggregation -> its statistics, where no option decides them."""
-
-
 def is_multiple(aggr_module: Any) -> bool:
     """Return whether an aggregation module combines several."""
     return type(aggr_module) not in _STATISTICS and upstream_of(type(aggr_module)) is MultiAggregation
@@ -226,8 +224,7 @@ def has_hooks(module: torch.nn.Module) -> bool:
     """Return whether hooks are registered that run when the module is called."""
     attributes = module.__dict__
     # torch.compile cannot trace `itemgetter`.
-    is_compiling = torch.compiler.is_compiling()
-    return any(map(attributes.__getitem__, MODULE_HOOKS) if is_compiling else _module_hooks(attributes))
+    return any(map(attributes.get, MODULE_HOOKS) if torch.compiler.is_compiling() else _module_hooks(attributes))
 
 
 def module_reasons(conv: "FusedConv", compiling: bool) -> list[str]:
@@ -504,7 +501,7 @@ class FusedConv(Scripted, MessagePassing):
         if compiling:
             against += self._compile_reasons((*nodes, edge_attr), form, self_loops, edge_attr is not None, weights)
             # PyG's code replaces self-loops with numbers from the device, which may break the graph.
-            if form == "tensor" and not self_loops and is_compiled_few(edge_index, x.size(1)):
+            if form == "tensor" and not self_loops and self._is_compiled_few(edge_index, x.size(1)):
                 against.append(SMALL)
         edge_attr = None if lin_edge is None else edge_attr
         if edge_attr is not None:
@@ -519,6 +516,9 @@ class FusedConv(Scripted, MessagePassing):
         # Not through `reasons_on_device`: each function that a call enters costs the host.
         against += kernel_reasons(type(self), *problem) if device.type in fused_device_types else (NO_DEVICE,)
         return ConvCall(against, problem, edge_index, form, edge_attr, num_src or 0, num_dst or 0, self_loops, weights)
+
+    _is_compiled_few: Callable[[Any, int], bool] = staticmethod(is_compiled_few)
+    """Returns whether torch.compile makes few kernels of PyG's code for edges and features of a width."""
 
     def _compile_reasons(
         self, tensors: Sequence[Tensor | None], form: str, self_loops: bool, has_edge_attr: bool, weights: bool

@@ -8,13 +8,13 @@ from torch import Tensor
 
 from pyg_dfgnn.dispatch.traversal import storage_reasons
 from pyg_dfgnn.errors import UnsupportedError
-from pyg_dfgnn.ir import Domain, IndexSpace, One
+from pyg_dfgnn.ir import DensePairs, Domain, IndexSpace, One
 from pyg_dfgnn.ir.layers import Layer, layer_of
 from pyg_dfgnn.ir.lowering import lower
 from pyg_dfgnn.ir.passes import Passes
 from pyg_dfgnn.ir.register_layout import LoweringError
 from pyg_dfgnn.nn.gate import finalize_dtype, promoted_dtype
-from pyg_dfgnn.ops.relational import RowSet, apply, apply_traced
+from pyg_dfgnn.ops.relational import RowSet, apply, apply_to_new, apply_traced
 
 
 @dataclass(frozen=True)
@@ -37,18 +37,21 @@ def reasons_of_problem(problem: RelationalProblem) -> list[str]:
 
 def run(
     layer: Layer,
-    rows: IndexSpace | RowSet,
+    rows: IndexSpace | DensePairs | RowSet,
     inputs: Mapping[str, Tensor],
     dtype: torch.dtype,
     outputs: Sequence[str] | None = None,
 ) -> dict[str, Tensor]:
     """Return outputs of a layer's program, all by default, in PyG's dtype; inputs are cast to `dtype`.
 
-    With a :class:`~pyg_dfgnn.ops.relational.RowSet`, which torch.compile traces, the registered operator runs it.
+    With a :class:`~pyg_dfgnn.ops.relational.RowSet`, which torch.compile traces, the registered operator runs it; with
+    :class:`~pyg_dfgnn.ir.DensePairs` operators of torch do.
     """
     inputs = {name: x if x.dtype is dtype else x.to(dtype) for name, x in inputs.items()}
     if isinstance(rows, RowSet):
         results, device = apply_traced(layer, rows, inputs, outputs), rows.anchors[0].device
+    elif isinstance(rows, DensePairs):
+        results, device = apply_to_new(layer_of(layer), rows, inputs, outputs), rows.device
     else:
         results, device = apply(layer_of(layer), rows, inputs, outputs), rows.device
     dtype = promoted_dtype(dtype, dtype, device.type == "cuda")

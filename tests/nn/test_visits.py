@@ -10,7 +10,8 @@ from torch_geometric.nn import conv as pyg
 
 import pyg_dfgnn
 from pyg_dfgnn.errors import IdRangeError, UnsupportedError
-from pyg_dfgnn.nn.conv import normalized, relational
+from pyg_dfgnn.nn.conv import hetero, normalized, relational
+from pyg_dfgnn.nn.dense import hetero_linear
 from pyg_dfgnn.ops import visits
 from pyg_dfgnn.ops.visits import is_new
 from pyg_dfgnn.reference.tolerances import elementwise
@@ -267,7 +268,8 @@ def test_convs_whose_lists_or_norms_take_longer_are_pygs_on_new_edges(name, monk
             counts.append(len(launched) > before)
         assert counts == [False, False, True]
         # What takes PyG's code longer takes kernels at once.
-        monkeypatch.setattr(relational, "_LISTED_NUMBERS", 90 * FEATURES)
+        for name in ("LISTED_NUMBERS", "MEASURED_NUMBERS", "MOST_NUMBERS"):
+            monkeypatch.setattr(relational, name, 90 * FEATURES)
         monkeypatch.setattr(normalized, "NEW_NUMBERS", 90)
         before = len(launched)
         other(x, edges(), *rest)
@@ -291,19 +293,31 @@ def test_another_layer_inside_a_conv(other):
 
 
 @needs_compiler
-@pytest.mark.parametrize("options", [{}, {"is_sorted": True}, {"num_types": 17}], ids=str)
-def test_new_types_of_rows_are_looped_over_if_they_are_few(options):
+@pytest.mark.parametrize("options", [{}, {"is_sorted": True}, {"num_types": 17}, {"bias": False}], ids=str)
+@pytest.mark.parametrize("taker", ["all types", "loop", "lists"])
+def test_new_types_of_rows_are_taken_without_lists_if_they_are_few(taker, options, monkeypatch):
+    if taker != "all types":
+        monkeypatch.setattr(hetero_linear, "_FEW_NUMBERS", 0)
+    if taker == "lists":
+        monkeypatch.setattr(hetero_linear, "MEASURED_NUMBERS", 0)
     layer = HeteroLinear(FEATURES, 4, **{"num_types": 3, **options})
-    x, types = torch.randn(30, FEATURES), torch.arange(30) % 3
-    want = torch.stack([row @ layer.weight[type_] + layer.bias[type_] for row, type_ in zip(x, types, strict=True)])
+    x, types = torch.randn(30, FEATURES, requires_grad=True), torch.arange(30) % 3
+    want = torch.stack([row @ layer.weight[type_] for row, type_ in zip(x, types, strict=True)])
+    want = want if layer.bias is None else want + layer.bias[types]
+    inputs = [x, *layer.parameters()]
+    gradients = torch.autograd.grad(want.sin().sum(), inputs)
     own = pyg_dfgnn.accelerate(layer)
     counts = []
     with emulated_device() as launched:
         for _ in range(3):
             before = len(launched)
-            torch.testing.assert_close(own(x, types), want, **elementwise("float32/few_terms"))
+            out = own(x, types)
+            torch.testing.assert_close(out, want, **elementwise("float32/few_terms"))
+            for grad, other in zip(torch.autograd.grad(out.sin().sum(), inputs), gradients, strict=True):
+                torch.testing.assert_close(grad, other, **elementwise("float32/few_terms"))
             counts.append(len(launched) > before)
-    assert counts == ([True] * 3 if options else [False, False, True])
+    is_left = taker == "all types" or (taker == "loop" and options in ({}, {"bias": False}))
+    assert counts == ([False, False, True] if is_left else [True] * 3)
 
 
 @pytest.mark.parametrize("wrong", [-1, 3])
@@ -330,7 +344,9 @@ TYPES = [("a", "to", "b"), ("b", "to", "a"), ("a", "by", "a")]
 
 @needs_compiler
 @pytest.mark.parametrize("kind", [pyg.HGTConv, pyg.HANConv])
-def test_few_edge_types_are_pygs_on_new_edges(kind):
+@pytest.mark.parametrize("most", [1 << 24, 0], ids=["few pairs", "many pairs"])
+def test_few_new_edges_of_few_types_take_no_lists(kind, most, monkeypatch):
+    monkeypatch.setattr(hetero, "_PAIRED_NUMBERS", most)
     layer = kind(FEATURES, FEATURES, (["a", "b"], TYPES), heads=2)
     x = {name: torch.randn(30, FEATURES) for name in "ab"}
     known = {name: edges() for name in TYPES}
@@ -344,11 +360,13 @@ def test_few_edge_types_are_pygs_on_new_edges(kind):
                 torch.testing.assert_close(found[name], rows, **elementwise("float32/few_terms"))
             counts.append(len(launched) > before)
         assert counts == [False, False, True]
-        # PyG's HGTConv asks for the order of its edge types.
         turned = {name: edges() for name in reversed(TYPES)}
         before = len(launched)
-        layer(x, turned)
-        assert (len(launched) > before) is (kind is pyg.HGTConv)
+        found = layer(x, turned)
+        for name, rows in want.items():
+            torch.testing.assert_close(found[name], rows, **elementwise("float32/few_terms"))
+        # PyG's HGTConv asks for the order of its edge types.
+        assert (len(launched) > before) is (kind is pyg.HGTConv and not most)
 
 
 @needs_compiler

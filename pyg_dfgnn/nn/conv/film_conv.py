@@ -12,7 +12,7 @@ from torch_geometric.typing import Adj, OptTensor, PairTensor
 from pyg_dfgnn.graph import Graph
 from pyg_dfgnn.graph.relations import one_relation
 from pyg_dfgnn.ir.layers import Layer
-from pyg_dfgnn.nn.conv.relational import RelationalConv
+from pyg_dfgnn.nn.conv.relational import FEW_RELATIONS, EdgeRows, RelationalConv
 from pyg_dfgnn.nn.conv_call import ConvCall
 from pyg_dfgnn.nn.gate import has_hooks, methods_of, statistics_of
 from pyg_dfgnn.nn.projection import is_plain_linear
@@ -53,6 +53,16 @@ class FiLMConv(RelationalConv, conv.FiLMConv):
     _loop_width = "out_channels"
     _fused_statistics = frozenset({"sum", "mean", "max"})
 
+    def _numbers_per_edge(self) -> int:
+        # PyG's loop gathers and modulates what a source sends.
+        return 2 * self.out_channels  # type: ignore[no-any-return]
+
+    def _width_of_pairs(self) -> int:
+        return 2 * self.out_channels  # type: ignore[no-any-return]
+
+    def _are_few(self, *args: Any) -> bool:
+        return self.num_relations <= FEW_RELATIONS and super()._are_few(*args)
+
     def _call(self, x: Tensor | PairTensor, edge_index: Adj | Graph, edge_type: OptTensor = None) -> ConvCall:
         nodes = (x, x) if isinstance(x, Tensor) else tuple(x)
         reasons = [] if activation_of(self.act) is not None else [f"the activation {self.act}"]
@@ -64,7 +74,7 @@ class FiLMConv(RelationalConv, conv.FiLMConv):
         )
 
     def _program(
-        self, call: ConvCall, graph: Graph | RowSet, x: Tensor | PairTensor, *_: Any
+        self, call: ConvCall, graph: EdgeRows, x: Tensor | PairTensor, *_: Any
     ) -> tuple[Layer, dict[str, Tensor]]:
         x_src, x_dst = (x, x) if isinstance(x, Tensor) else x
         layers = [(lin.weight, film.weight, film.bias) for lin, film in zip(self.lins, self.films, strict=True)]
@@ -79,7 +89,7 @@ class FiLMConv(RelationalConv, conv.FiLMConv):
         numbers = [self._static_number(self.act, "act.negative_slope")] if len(act) > 1 else []
         return ("film", aggr, act[0], *numbers), inputs
 
-    def _graph(self, call: ConvCall) -> Graph | RowSet:
+    def _graph(self, call: ConvCall) -> EdgeRows:
         if self._count_relations() > 1:
             return super()._graph(call)
         sizes = call.num_src, call.num_dst
@@ -90,7 +100,7 @@ class FiLMConv(RelationalConv, conv.FiLMConv):
 
     def forward(self, x: Tensor | PairTensor, edge_index: Adj | Graph, edge_type: OptTensor = None) -> Tensor:
         """PyG's forward, also on a `Graph`; see `torch_geometric.nn.FiLMConv.forward`."""
-        if self._is_looped(edge_index):
+        if self._is_one_of_few(edge_index):
             return run_left(super().forward, x, edge_index, edge_type)  # type: ignore[no-any-return]
         call = self._call(x, edge_index, edge_type)
         if call.reasons:

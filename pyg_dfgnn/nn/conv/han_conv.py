@@ -10,11 +10,11 @@ from torch_geometric.typing import EdgeType, NodeType, OptTensor, PairTensor
 from pyg_dfgnn.graph import Graph, compact_rows
 from pyg_dfgnn.ir.layers import Layer
 from pyg_dfgnn.nn.conv.hetero import JointConv
+from pyg_dfgnn.nn.conv.relational import EdgeRows
 from pyg_dfgnn.nn.conv_call import ConvCall
 from pyg_dfgnn.nn.dense import TorchLinear
 from pyg_dfgnn.nn.gate import finalize_dtype, is_plain_layer, methods_of, promoted_dtype
 from pyg_dfgnn.nn.relational_program import kept_by_dropout
-from pyg_dfgnn.ops.relational import RowSet
 
 
 class HANConv(JointConv, conv.HANConv):
@@ -47,7 +47,7 @@ class HANConv(JointConv, conv.HANConv):
         return self._ask_joint(x_dict, edge_index_dict, types, self.metadata[1], self.k_lin.weight, reasons)
 
     def _program(
-        self, call: ConvCall, graph: Graph | RowSet, x_dict: dict[NodeType, Tensor], *_: Any, **__: Any
+        self, call: ConvCall, graph: EdgeRows, x_dict: dict[NodeType, Tensor], *_: Any, **__: Any
     ) -> tuple[Layer, dict[str, Tensor]]:
         heads = self.heads
         rows = torch.cat([self.proj[name](x_dict[name]) for name in call.edge_index.sizes])

@@ -12,13 +12,12 @@ from torch_geometric.typing import Adj, OptTensor
 from pyg_dfgnn.errors import check_shape
 from pyg_dfgnn.graph import Graph
 from pyg_dfgnn.ir.layers import Layer
-from pyg_dfgnn.nn.conv.relational import RelationalConv
+from pyg_dfgnn.nn.conv.relational import EdgeRows, RelationalConv
 from pyg_dfgnn.nn.conv_call import ConvCall, num_edges
 from pyg_dfgnn.nn.dense.hetero_linear import FEW_TYPES, HETERO_LINEAR, typed_rows
 from pyg_dfgnn.nn.gate import finalize_dtype, is_plain_layer, methods_of, promoted_dtype
 from pyg_dfgnn.nn.projection import is_plain_linear
 from pyg_dfgnn.nn.relational_program import kept_by_dropout, run
-from pyg_dfgnn.ops.relational import RowSet
 
 
 class HEATConv(RelationalConv, conv.HEATConv):
@@ -68,7 +67,7 @@ class HEATConv(RelationalConv, conv.HEATConv):
         return run(("hetero_linear",), *typed_rows(self.hetero_lin, x, node_type, "node_type"), dtype)["out"]
 
     def _program(
-        self, call: ConvCall, graph: Graph | RowSet, x: Tensor, edge_index: Any, node_type: Tensor, *_: Any
+        self, call: ConvCall, graph: EdgeRows, x: Tensor, edge_index: Any, node_type: Tensor, *_: Any
     ) -> tuple[Layer, dict[str, Tensor]]:
         return self._attention(call, graph, self._nodes(x, node_type, call.problem[0]), self._edge(call))
 
@@ -79,7 +78,7 @@ class HEATConv(RelationalConv, conv.HEATConv):
         return F.leaky_relu(self.edge_attr_emb(call.edge_attr), self.negative_slope)
 
     def _attention(
-        self, call: ConvCall, graph: Graph | RowSet, nodes: Tensor, edge: Tensor
+        self, call: ConvCall, graph: EdgeRows, nodes: Tensor, edge: Tensor
     ) -> tuple[Layer, dict[str, Tensor]]:
         sizes = [self.out_channels, self.out_channels, self.edge_type_emb.embedding_dim, edge.size(1)]
         target, source, relation, attr = self.att.weight.split(sizes, dim=1)

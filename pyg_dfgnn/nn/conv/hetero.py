@@ -1,6 +1,6 @@
 """Base class of the relational convs on dicts: one node set of all types, one graph with edge types as relations."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from functools import lru_cache
 from itertools import accumulate
 from typing import Any, NamedTuple
@@ -13,10 +13,13 @@ from pyg_dfgnn.fallback import FEW
 from pyg_dfgnn.graph import Graph
 from pyg_dfgnn.graph.hetero import joint_graph, known_joint
 from pyg_dfgnn.nn import conv_call
-from pyg_dfgnn.nn.conv.relational import RelationalConv
+from pyg_dfgnn.nn.conv.relational import LISTED_NUMBERS, EdgeRows, RelationalConv
 from pyg_dfgnn.nn.conv_call import ConvCall
 from pyg_dfgnn.nn.gate import edge_reasons, module_reasons, reasons_on_device
-from pyg_dfgnn.ops.relational import RowSet
+from pyg_dfgnn.ops.relational import RowSet, joint_pairs_of
+
+_PAIRED_NUMBERS = 1 << 24
+"""Numbers in rows of edges and of pairs from which pairs of relations with nodes of other types take much memory."""
 
 
 class HeteroEdges(NamedTuple):
@@ -108,8 +111,11 @@ class JointConv(RelationalConv):
         Raises:
             ValueError: A `Graph` has other numbers of nodes than the features.
         """
-        is_short = not reasons and self._is_short(edge_index_dict)
-        if is_short and self._are_few(edge_index_dict.values(), self._mapped(x_dict, len(edge_index_dict))):
+        given = edge_index_dict.values()
+        is_new = not reasons and self._are_new(given)
+        on_pairs = is_new and self._fits_joint_pairs(x_dict, given, len(edge_types))
+        is_left = is_new and not on_pairs and self._is_short(edge_index_dict)
+        if is_left and self._are_few(given, LISTED_NUMBERS, self._mapped(x_dict, len(given))):
             return ConvCall(FEW, (), HeteroEdges(edge_index_dict, {}, {}), "dict")
         compiling = torch.compiler.is_compiling()
         against = [*reasons, *module_reasons(self, compiling)]
@@ -140,7 +146,17 @@ class JointConv(RelationalConv):
                 against += self._edge_set_reasons(sets, edge_type, first.device)
         problem = self._storage_dtype(first), first.device
         against += reasons_on_device(type(self), first.device, *problem)
-        return ConvCall(against, problem, sets, "dict")
+        return ConvCall(against, problem, sets, "dict", is_new=on_pairs)
+
+    def _fits_joint_pairs(self, x_dict: dict[str, Any], edge_sets: Collection[Tensor], relations: int) -> bool:
+        """Return whether operators of torch take new edges with a pair of each relation and node, of whatever type."""
+        if self._width_of_pairs is None or not all(x.dtype is torch.int64 and x.dim() == 2 for x in edge_sets):
+            return False
+        features = x_dict.values()
+        if not all(isinstance(x, Tensor) and self._storage_dtype(x) is torch.float32 for x in features):
+            return False
+        rows = relations * sum(x.size(0) for x in features) + sum(edges.size(1) for edges in edge_sets)
+        return rows * int(self._width_of_pairs()) < _PAIRED_NUMBERS
 
     def _edge_set_reasons(self, sets: HeteroEdges, edge_type: EdgeType, device: torch.device) -> list[str]:
         """Return what the edges of one type have against the fused forward."""
@@ -160,11 +176,13 @@ class JointConv(RelationalConv):
                 reasons.append(f"the edges of {edge_type} are between {declared} nodes and the features of {sizes}")
         return reasons
 
-    def _graph(self, call: ConvCall) -> Graph | RowSet:
+    def _graph(self, call: ConvCall) -> EdgeRows:
         sets: HeteroEdges = call.edge_index
         edge_sets = tuple(sets.edge_index.values())
         if torch.compiler.is_compiling():
             return RowSet("joint", edge_sets, sets.numbers)
+        if call.is_new:
+            return joint_pairs_of(edge_sets, sets.numbers)
         return joint_graph(edge_sets, sets.numbers) if sets.graph is None else sets.graph
 
     def _fall_back(self, call: ConvCall, x: Any, *args: Any, **kwargs: Any) -> Any:

@@ -17,13 +17,14 @@ from pyg_dfgnn.ir import Domain, R, S
 from pyg_dfgnn.ir.layers import Layer
 from pyg_dfgnn.ir.passes import RowCounts, rounded
 from pyg_dfgnn.nn.conv.hetero import JointConv
+from pyg_dfgnn.nn.conv.relational import EdgeRows
 from pyg_dfgnn.nn.conv_call import ConvCall
 from pyg_dfgnn.nn.dense.hetero_linear import HETERO_DICT_LINEAR, HETERO_LINEAR, LINEAR, MANY_TYPES
 from pyg_dfgnn.nn.gate import has_hooks, is_plain_layer, methods_of
 from pyg_dfgnn.nn.relational_program import traffic_elements
 from pyg_dfgnn.ops.eager import is_eager
 from pyg_dfgnn.ops.gated_residual import gated_residual
-from pyg_dfgnn.ops.relational import RowSet, index_space_of
+from pyg_dfgnn.ops.relational import index_space_of
 
 # What the layer moves around its program, by whether there is a backward pass too: of each node, in multiples of the
 # channels, and of each relation, in multiples of its matrix.
@@ -93,6 +94,10 @@ class HGTConv(JointConv, conv.HGTConv):
     _upstream_methods = methods_of(conv.HGTConv)
     _few_relations = 4
 
+    def _width_of_pairs(self) -> int:
+        # A key and a value.
+        return 2 * self.out_channels  # type: ignore[no-any-return]
+
     def _is_short(self, edge_index_dict: dict[EdgeType, Any]) -> bool:
         return super()._is_short(edge_index_dict) and list(edge_index_dict) == list(self.edge_types)
 
@@ -103,7 +108,7 @@ class HGTConv(JointConv, conv.HGTConv):
         return self._ask_joint(x_dict, edge_index_dict, types, self.edge_types, self.k_rel.weight, reasons)
 
     def _program(
-        self, call: ConvCall, graph: Graph | RowSet, x_dict: dict[NodeType, Tensor], *_: Any
+        self, call: ConvCall, graph: EdgeRows, x_dict: dict[NodeType, Tensor], *_: Any
     ) -> tuple[Layer, dict[str, Tensor]]:
         heads, channels, names = self.heads, self.out_channels // self.heads, call.edge_index.sizes
         key, value = (

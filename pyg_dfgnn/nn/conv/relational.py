@@ -3,7 +3,7 @@
 import inspect
 from collections.abc import Collection, Sequence
 from operator import attrgetter
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -11,6 +11,7 @@ from torch_geometric.typing import Adj, OptTensor
 
 from pyg_dfgnn.fallback import FEW, NO_DEVICE
 from pyg_dfgnn.graph import Graph
+from pyg_dfgnn.ir import DensePairs
 from pyg_dfgnn.ir.layers import Layer
 from pyg_dfgnn.nn import conv_call
 from pyg_dfgnn.nn.conv.aggregation import is_matrix, values_of
@@ -18,15 +19,20 @@ from pyg_dfgnn.nn.conv_call import ConvCall
 from pyg_dfgnn.nn.gate import FusedConv, edges_lack_kernels, is_multiple
 from pyg_dfgnn.nn.registry import Description
 from pyg_dfgnn.nn.relational_program import RelationalProblem, dtype_reasons, explain, reasons_of_problem, run
-from pyg_dfgnn.ops.relational import RowSet, index_space_of
-from pyg_dfgnn.ops.visits import MEASURED_NUMBERS, is_new, is_new_outside_captures, may_be_left, may_not_wait
+from pyg_dfgnn.ops.relational import MOST_NUMBERS, RowSet, index_space_of, pairs_of
+from pyg_dfgnn.ops.visits import MEASURED_NUMBERS, is_new_outside_captures, may_be_few, may_be_left
 
+EdgeRows: TypeAlias = Graph | DensePairs | RowSet
+"""The edges of a call as a program takes them."""
 _FEW_NUMBERS = 1 << 24
 """Numbers in rows of edges of one relation up to which PyG's code takes less of the host than a program."""
 FEW_RELATIONS = 8
 """Relations up to which PyG's loop takes less of the host than the lists of new edges."""
-_LISTED_NUMBERS = 2 * MEASURED_NUMBERS
+LISTED_NUMBERS = 2 * MEASURED_NUMBERS
 """Numbers that PyG's code writes for all edges from which it takes longer than lists of new edges."""
+
+_LOOPED_NUMBERS = 1 << 25
+"""Numbers in rows of edges and pairs from which PyG's loop takes so much less memory that it has the new edges."""
 
 
 class RelationalConv(FusedConv):
@@ -44,15 +50,19 @@ class RelationalConv(FusedConv):
     """The attribute with the numbers in the rows that PyG's loop over the relations writes; empty where it has none."""
     _numbers_per_edge: Any = None
     """A method: how many numbers PyG's code writes for each edge; None where kernels take new edges at once."""
+    _width_of_pairs: Any = None
+    """A method: how many numbers the row of an edge or of a pair has; None where pairs without edges mean something."""
+    # Loops over relations break a graph; what is no loop has a rule of its own.
+    _is_compiled_few = staticmethod(lambda edge_index, width: False)
+    _is_fused = False
+    """Whether torch.compile makes a few kernels of PyG's code for new edges."""
     _are_values_types = True
     """Whether the values of a sparse adjacency are relations."""
 
     def _problem_fields(self, x: Tensor | None = None) -> tuple[Any, ...]:
         return ()
 
-    def _program(
-        self, call: ConvCall, graph: Graph | RowSet, *args: Any, **kwargs: Any
-    ) -> tuple[Layer, dict[str, Tensor]]:
+    def _program(self, call: ConvCall, graph: EdgeRows, *args: Any, **kwargs: Any) -> tuple[Layer, dict[str, Tensor]]:
         raise NotImplementedError
 
     def _planned(self, problem: Any, call: ConvCall, *args: Any, **kwargs: Any) -> tuple[Graph, Any]:
@@ -61,35 +71,59 @@ class RelationalConv(FusedConv):
         layer, inputs = self._program(call, graph, *args, **kwargs)
         return graph, explain(layer, index_space_of(graph), inputs, self._outputs(call))
 
-    def _is_looped(self, edge_index: Any) -> bool:
-        """Return whether PyG's loop over the relations takes a call in less time."""
-        # PyG's loop waits for the device.
-        if self.num_relations > FEW_RELATIONS or may_not_wait(edge_index):
-            return False
-        if self._is_one_of_few(edge_index):
-            return True
-        return is_new(self, edge_index) and edge_index.size(-1) * getattr(self, self._loop_width) < MEASURED_NUMBERS
-
     def _is_one_of_few(self, edge_index: Any) -> bool:
         """Return whether there is one relation, with few edges."""
         if self.num_relations != 1 or not may_be_left(edge_index):
             return False
         return edge_index.size(-1) * getattr(self, self._loop_width) < _FEW_NUMBERS  # type: ignore[no-any-return]
 
-    def _are_few(self, edge_sets: Collection[Any], beside: int = 0) -> bool:
+    def _are_few(self, edge_sets: Collection[Any], most: int, beside: int = 0) -> bool:
         """Return whether PyG's code takes new edges in less time than their lists are made in.
 
         Args:
             edge_sets: The edges of the call; lists are made of all of them where one set is new.
-            beside: Numbers that PyG's code writes beside those for each edge.
+            most: Numbers that it writes from which it takes longer.
+            beside: Numbers that it writes beside those for each edge.
         """
+        return sum(edges.size(-1) for edges in edge_sets) * int(self._numbers_per_edge()) + beside < most
+
+    def _loops(self) -> bool:
+        """Return whether PyG's code is a loop over relations, which waits for the device in each."""
+        return bool(self._loop_width)
+
+    def _are_new(self, edge_sets: Collection[Any]) -> bool:
+        """Return whether a set of the edges of a call is new, and may be left to PyG's code, which waits."""
         if self._numbers_per_edge is None or not all(type(edges) is Tensor for edges in edge_sets):
             return False
-        # PyG's code may wait for the device.
-        if not any([is_new_outside_captures(self, edges) for edges in edge_sets]):
+        # All sets are asked, since each is known by its visits.
+        return any([is_new_outside_captures(self, edges) for edges in edge_sets])
+
+    def _is_pygs(self, edge_index: Any, is_new: bool, on_pairs: bool) -> bool:
+        """Return whether PyG's code takes edges in less time: new ones, or those of which torch.compile fuses it.
+
+        Args:
+            edge_index: The edges.
+            is_new: Whether they are new.
+            on_pairs: Whether operators of torch can take them.
+        """
+        if is_new:
+            if on_pairs and self._loops():
+                return False
+            return self._are_few((edge_index,), MEASURED_NUMBERS if on_pairs else LISTED_NUMBERS)
+        if not self._is_fused or self._loops() or not torch.compiler.is_compiling():
             return False
-        numbers = sum(edges.size(-1) for edges in edge_sets) * int(self._numbers_per_edge()) + beside
-        return numbers < _LISTED_NUMBERS
+        return type(edge_index) is Tensor and may_be_few(edge_index) and self._are_few((edge_index,), LISTED_NUMBERS)
+
+    def _fits_pairs(self, nodes: tuple[Tensor | None, Tensor | None], edge_index: Any, edge_type: OptTensor) -> bool:
+        """Return whether operators of torch take new edges with a pair of each node and relation."""
+        if self._width_of_pairs is None or edge_type is None or edge_index.dtype is not torch.int64:
+            return False
+        sizes = [x.size(0) for x in nodes if isinstance(x, Tensor) and self._storage_dtype(x) is torch.float32]
+        if len(sizes) != 2 or edge_index.dim() != 2:
+            return False
+        rows = self._count_relations() * sum(sizes) + 2 * edge_index.size(1)
+        # A loop holds the edges of one relation at a time.
+        return rows * int(self._width_of_pairs()) < (_LOOPED_NUMBERS if self._loops() else MOST_NUMBERS)
 
     def _describe(self, device: torch.device | None, *args: Any, **kwargs: Any) -> Description:
         description = super()._describe(device, *args, **kwargs)
@@ -129,7 +163,9 @@ class RelationalConv(FusedConv):
         Returns:
             The call, with its reasons.
         """
-        if not reasons and self._are_few((edge_index,)):
+        is_new = not reasons and self._are_new((edge_index,))
+        on_pairs = is_new and typed and self._fits_pairs(nodes, edge_index, edge_type)
+        if self._is_pygs(edge_index, is_new, on_pairs):
             return ConvCall(FEW, (), edge_index, "tensor", edge_type=edge_type)
         if edges_lack_kernels(edge_index):
             return ConvCall([NO_DEVICE], (), edge_index, "tensor", edge_type=edge_type)
@@ -149,7 +185,7 @@ class RelationalConv(FusedConv):
         if form == "Graph" and edge_index.is_static:
             against.append("a RefilledGraph has no relations")
         call = self._gate((), nodes, edge_index, reasons=against, **options)
-        return call.replace(edge_type=edge_type)
+        return call.replace(edge_type=edge_type, is_new=on_pairs)
 
     def _parameter_reasons(self, x: Tensor | None, weight: Tensor) -> list[str]:
         """Return what the aggregation and the dtypes of features and parameters have against the fused forward."""
@@ -162,8 +198,10 @@ class RelationalConv(FusedConv):
     def _count_relations(self) -> int:
         return self._integer(self.num_relations, "num_relations")
 
-    def _graph(self, call: ConvCall) -> Graph | RowSet:
-        """Return the graph of a call without reasons, with its relations; while torch.compile traces, what names it.
+    def _graph(self, call: ConvCall) -> EdgeRows:
+        """Return the graph of a call without reasons, with its relations, or what stands for it.
+
+        While torch.compile traces, that is what names the graph; of edges that are new all pairs.
 
         Raises:
             ValueError: Relations are out of range, or a `Graph` has another number of them.
@@ -174,6 +212,9 @@ class RelationalConv(FusedConv):
             transposed = self.flow != "source_to_target"
             assert edge_type is not None
             return RowSet("relations", (edge_index, edge_type), (*sizes, num_relations), transposed)
+        if call.is_new:
+            assert edge_type is not None
+            return pairs_of(edge_index, edge_type, (*sizes, num_relations), self.flow != "source_to_target")
         if call.form in ("tensor", "EdgeIndex"):
             return Graph.of(edge_index, *sizes, flow=self.flow, edge_type=edge_type, num_relations=num_relations)
         graph: Graph = edge_index if call.form == "Graph" else Graph.of(edge_index, *sizes)
@@ -214,9 +255,9 @@ class RelationalConv(FusedConv):
     def _constant(self, name: str) -> float:
         return float(attrgetter(name)(self))
 
-    def _run(self, call: ConvCall, graph: Graph | RowSet, layer: Layer, inputs: dict[str, Tensor]) -> dict[str, Tensor]:
+    def _run(self, call: ConvCall, graph: EdgeRows, layer: Layer, inputs: dict[str, Tensor]) -> dict[str, Tensor]:
         """Return the outputs of a program, in PyG's dtype."""
-        rows = graph if isinstance(graph, RowSet) else index_space_of(graph)
+        rows = index_space_of(graph) if isinstance(graph, Graph) else graph
         return run(layer, rows, inputs, call.problem[0], self._outputs(call))
 
     def _types_for_pyg(self, call: ConvCall, edge_type: OptTensor) -> OptTensor:

@@ -13,12 +13,11 @@ from pyg_dfgnn.errors import check_shape
 from pyg_dfgnn.graph import Graph
 from pyg_dfgnn.ir.layers import Layer
 from pyg_dfgnn.nn.conv.aggregation import is_matrix, values_of
-from pyg_dfgnn.nn.conv.relational import FEW_RELATIONS, RelationalConv
+from pyg_dfgnn.nn.conv.relational import FEW_RELATIONS, EdgeRows, RelationalConv
 from pyg_dfgnn.nn.conv_call import ConvCall, edges_in_flow, form_of, num_edges, with_weights
 from pyg_dfgnn.nn.gate import methods_of
 from pyg_dfgnn.nn.projection import is_plain_linear
 from pyg_dfgnn.nn.relational_program import kept_by_dropout
-from pyg_dfgnn.ops.relational import RowSet
 
 
 class RGATConv(RelationalConv, conv.RGATConv):
@@ -34,6 +33,7 @@ class RGATConv(RelationalConv, conv.RGATConv):
     _upstream_methods = methods_of(conv.RGATConv)
     _forms = (*RelationalConv._forms, "torch.sparse")
     _are_values_types = False
+    _is_fused = True
 
     def reset_parameters(self) -> None:
         """Reset the parameters as PyG does, and `l2`, which PyG leaves without values, to 1 / out_channels."""
@@ -78,13 +78,19 @@ class RGATConv(RelationalConv, conv.RGATConv):
         # PyG gathers the weight of each edge.
         return self.in_channels * self.heads * self.out_channels  # type: ignore[no-any-return]
 
+    def _width_of_pairs(self) -> int:
+        return max(self.in_channels, self.heads * self.out_channels)  # type: ignore[no-any-return]
+
+    def _loops(self) -> bool:
+        # PyG's softmax within relations is one.
+        return self.attention_mechanism == "within-relation"  # type: ignore[no-any-return]
+
     def _are_few(self, *args: Any) -> bool:
-        # PyG's softmax within relations is a loop over them.
-        is_short = self.attention_mechanism != "within-relation" or self.num_relations <= FEW_RELATIONS
+        is_short = not self._loops() or self.num_relations <= FEW_RELATIONS
         return is_short and super()._are_few(*args)
 
     def _program(
-        self, call: ConvCall, graph: Graph | RowSet, x: Tensor, *_: Any, **__: Any
+        self, call: ConvCall, graph: EdgeRows, x: Tensor, *_: Any, **__: Any
     ) -> tuple[Layer, dict[str, Tensor]]:
         weight = self.weight if self.num_bases is None else torch.einsum("rb,bkn->rkn", self.att, self.basis)
         inputs = {"x": x, "xd": x, "weight": weight, "q": self.q, "k": self.k}

@@ -21,6 +21,8 @@ from pyg_dfgnn.ops.relational import RowSet, index_space_of
 from pyg_dfgnn.ops.visits import MEASURED_NUMBERS, is_left, is_new_outside_captures
 from pyg_dfgnn.torch_private import is_tracing
 
+_FEW_NUMBERS = 1 << 23
+"""Numbers that all types make of all rows below which no list of the rows of a type is made."""
 FEW_TYPES = 16
 """Types up to which PyG's loop takes less of the host than the lists of new rows."""
 MANY_TYPES = 10
@@ -119,33 +121,48 @@ class HeteroLinear(TypedLayer, dense.HeteroLinear):
 
     def forward(self, x: Tensor, type_vec: Tensor) -> Tensor:
         """PyG's forward; see `torch_geometric.nn.HeteroLinear.forward`."""
-        if is_left() or self._is_looped(x, type_vec):
+        if is_left():
             return super().forward(x, type_vec)  # type: ignore[no-any-return]
+        if self._is_new(x, type_vec):
+            if x.size(0) * self.num_types * self.out_channels < _FEW_NUMBERS:
+                return self._of_all_types(x, type_vec)
+            if self._is_looped(x):
+                return super().forward(x, type_vec)  # type: ignore[no-any-return]
         if reasons := self._reasons(x, type_vec):
             report_fallback(type(self).__name__, reasons)
             out: Tensor = super().forward(x, type_vec)
             return out
         return self._product(x, type_vec)
 
-    def _is_looped(self, x: Tensor, type_vec: Tensor) -> bool:
-        """Return whether PyG's loop over the types takes new rows in less time than their lists are made in.
+    def _of_all_types(self, x: Tensor, type_vec: Tensor) -> Tensor:
+        """Return the rows of their types, of those that all types make of every row."""
+        rows = x.unsqueeze(0).expand(self.num_types, -1, -1)
+        products = rows @ self.weight if self.bias is None else self.bias.unsqueeze(1).baddbmm(rows, self.weight)
+        return products.gather(0, type_vec.long().view(1, -1, 1).expand(1, -1, products.size(2))).squeeze(0)
+
+    def _is_new(self, x: Tensor, type_vec: Tensor) -> bool:
+        """Return whether the types of rows are new.
 
         Raises:
-            IdRangeError: A type of such rows is out of range.
+            IdRangeError: Such a type is out of range.
         """
-        # Told so, PyG's loop takes unsorted rows for sorted ones, and its results have the dtype of the weight.
-        if self.num_types > FEW_TYPES or self.is_sorted or torch.is_autocast_enabled(x.device.type):
+        # Under autocast PyG's results have the dtype of the weight.
+        if x.dtype is not self.weight.dtype or torch.is_autocast_enabled(x.device.type):
             return False
-        if type_vec.shape != x.shape[:1] or not is_new_outside_captures(self, type_vec):
-            return False
-        if type_vec.numel() * (self.in_channels + self.out_channels) >= MEASURED_NUMBERS:
+        if x.dim() != 2 or type_vec.shape != x.shape[:1] or not is_new_outside_captures(self, type_vec):
             return False
         if type_vec.numel():
-            # PyG's loop, which waits for the device too, would write out of bounds.
+            # PyG's loop would write out of bounds.
             low, high = torch.stack(type_vec.aminmax()).tolist()
             if low < 0 or high >= self.num_types:
                 raise IdRangeError(f"'type_vec' needs types in [0, num_types={self.num_types}) (got {low} to {high})")
         return True
+
+    def _is_looped(self, x: Tensor) -> bool:
+        """Return whether PyG's loop over the types takes new rows in less time than their lists are made in."""
+        # Told so, PyG's loop takes unsorted rows for sorted ones.
+        is_few = x.size(0) * (self.in_channels + self.out_channels) < MEASURED_NUMBERS
+        return self.num_types <= FEW_TYPES and not self.is_sorted and is_few
 
     def _reasons(self, x: Tensor, type_vec: Tensor) -> list[str]:
         reasons = self._reasons_of(x, self.weight)

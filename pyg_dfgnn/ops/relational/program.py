@@ -148,7 +148,7 @@ def gradients(
     key = "gradients", id(program), wrt, *((name, tensor.shape) for name, tensor in inputs.items())
 
     def find() -> tuple[Any, Program]:
-        whole = _selected(program, {name: tensor for name, tensor in inputs.items() if name != SEED}, None)
+        whole = program_for(program, {name: tensor for name, tensor in inputs.items() if name != SEED}, None)
         return program, _gradients_of(ALL_PASSES.run(whole, rows.sizes, wrt), wrt)
 
     own = rows.derived(key, find)[1]
@@ -236,7 +236,7 @@ def selected(program: Program, outputs: Sequence[str]) -> Program:
     return Program(program.name, program.values, tuple((name, names[name]) for name in outputs))
 
 
-def _selected(program: Program | Relational, inputs: Mapping[str, Tensor], outputs: Sequence[str] | None) -> Program:
+def program_for(program: Program | Relational, inputs: Mapping[str, Tensor], outputs: Sequence[str] | None) -> Program:
     """Return the program of these shapes that gives some of its outputs."""
     if isinstance(program, Relational):
         if not program.takes(inputs.keys()):
@@ -299,7 +299,7 @@ def _known_call(
         facts += name, tensor.shape, tensor.dtype, tensor.device, has_grad and tensor.requires_grad
     if not is_eager():
         check_type("program", program, (Program, Relational), "a Program or a function under @relational")
-        return _KnownCall(program, _selected(program, inputs, outputs), ("operators are traced or transformed",))
+        return _KnownCall(program, program_for(program, inputs, outputs), ("operators are traced or transformed",))
     key = tuple(facts)
     known: _KnownCall | None = rows.lists.get(key)
     return (
@@ -318,7 +318,7 @@ def _prepare_call(
     has_grad: bool,
 ) -> _KnownCall:
     check_type("program", program, (Program, Relational), "a Program or a function under @relational")
-    whole = _selected(program, inputs, outputs)
+    whole = program_for(program, inputs, outputs)
     wrt: tuple[str, ...] = ()
     if has_grad:
         names = frozenset[str]().union(*whole.differentiable_inputs.values())

@@ -19,12 +19,15 @@ from pyg_dfgnn.graph import Graph
 from pyg_dfgnn.graph.equal_edges import Seen, graph_of
 from pyg_dfgnn.graph.hetero import joint_graph
 from pyg_dfgnn.graph.relations import one_relation
-from pyg_dfgnn.ir import D, Domain, E, IndexSpace, One, Program, R, S, interpret
+from pyg_dfgnn.ir import D, DensePairs, Domain, E, IndexSpace, One, Program, R, S, interpret
+from pyg_dfgnn.ir.dense_pairs import takes
 from pyg_dfgnn.ir.domains import Ts
 from pyg_dfgnn.ir.layers import layer_of
 from pyg_dfgnn.ir.text import program_of, text_of
 from pyg_dfgnn.ops.function import ops, run_traced
+from pyg_dfgnn.ops.relational.new_edges import joint_pairs_of, pairs_of, run_on_new
 from pyg_dfgnn.ops.relational.program import index_space_of, run, selected
+from pyg_dfgnn.ops.visits import is_new_tensor
 
 KIND = "program"
 """Start of the names of the programs."""
@@ -32,6 +35,8 @@ KIND = "program"
 
 _seen: Seen = {}
 """The edges that the operator was called with, of all compiled graphs."""
+_visitors: dict[str, torch.nn.Module] = {}
+"""Name of a program -> what stands for the layer that visits edges."""
 
 
 class RowSet(NamedTuple):
@@ -87,6 +92,20 @@ class RowSet(NamedTuple):
             graph = Graph.resolve(first, *others, *sizes[:2], False, self.transposed, *sizes[2:])
         return one_relation(graph) if self.kind == "relation" else graph
 
+    def new_pairs(self, name: str) -> DensePairs | None:
+        """Return all pairs of edges that are new to a program of this name; None where it is to list them."""
+        edge_sets = self.anchors if self.kind == "joint" else self.anchors[:1]
+        if self.kind not in ("relations", "joint") or any(edges.dtype is not torch.int64 for edges in edge_sets):
+            return None
+        visitor = _visitors.setdefault(name, torch.nn.Module().eval())
+        # All sets are asked, since each is known by its visits.
+        if not any([is_new_tensor(visitor, edges) for edges in edge_sets]):
+            return None
+        if self.kind == "joint":
+            return joint_pairs_of(edge_sets, tuple(self.sizes))
+        num_src, num_dst, num_relations = self.sizes
+        return pairs_of(self.anchors[0], self.anchors[1], (num_src, num_dst, num_relations), self.transposed)
+
     def index_space(self, graph: Graph) -> IndexSpace:
         """Return the rows of the graph."""
         if self.kind == "types":
@@ -134,9 +153,12 @@ class _Programs:
     ) -> list[Tensor]:
         """Run a program on tensors, which the registered operator was given."""
         known = _read(name)
-        row_set = RowSet(known.kind, anchors, sizes, known.transposed)
-        graph = row_set.graph()
-        results = run(known.program, row_set.index_space(graph), _by_name(known, inputs), known.wrt)
+        row_set, by_name = RowSet(known.kind, anchors, sizes, known.transposed), _by_name(known, inputs)
+        pairs = row_set.new_pairs(name) if takes(known.program) else None
+        results = None if pairs is None else run_on_new(known.program, pairs, by_name, known.wrt)
+        if results is None:
+            graph = row_set.graph()
+            results = run(known.program, row_set.index_space(graph), by_name, known.wrt)
         # Results of an operator share no memory, and have the strides that tracers were told.
         taken = {tensor.data_ptr() for tensor in inputs if tensor is not None}
         for place, result in enumerate(map(Tensor.contiguous, results)):
