@@ -10,7 +10,7 @@ import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from math import prod
 from typing import Any, ClassVar
@@ -42,7 +42,7 @@ INDEX_BYTES = 4
 
 @dataclass(frozen=True)
 class Case(ABC):
-    """One operation of one size; ``str`` gives a readable id.
+    """One operation of one size.
 
     Attributes:
         op: Name of the operation, unique over all families.
@@ -119,25 +119,21 @@ class Case(ABC):
         """The output of this package's operation."""
         raise NotImplementedError
 
-    def plain(self, edge_index: Tensor, num_dst: int, inputs: Inputs, keep: Tensor | None) -> Tensor:
-        """The output of the reference in plain torch; ``keep`` holds the dropout factor of each edge, if any."""
+    def plain(self, edge_index: Tensor, num_dst: int, inputs: Inputs, keep: Tensor | None = None) -> Tensor:
+        """The output of the reference in plain torch, without dropout."""
         raise NotImplementedError
-
-    def keep(self, graph: EdgeList) -> Tensor | None:
-        """The dropout factors that the operation draws next, in the order of the edges; None without dropout."""
-        return None
 
     def problem(self, dtype: str, device: torch.device) -> Any:
         """The problem of this case for dispatch, in the dtype of that name."""
         raise NotImplementedError
 
-    def plan(self, dtype: str, graph: EdgeList) -> dict[str, tuple[str, str]]:
-        """Pass -> schedule that runs it and a description of how; {} where no schedule is chosen."""
+    def plan(self, dtype: str, graph: EdgeList) -> dict[str, str]:
+        """Pass -> schedule that runs it; {} where no schedule is chosen."""
         if self.dispatched is None or self.unsupported_reasons(dtype, graph.device):
             return {}
         problem = self.problem(dtype, graph.device)
         choices = dispatch.explain(self.dispatched, problem, compressed(graph), True, backward=self.backward)
-        return {choice.direction: (choice.plan.schedule, repr(choice.plan)) for choice in choices}
+        return {choice.direction: choice.plan.schedule for choice in choices}
 
     def unsupported_reasons(self, dtype: str, device: torch.device) -> list[str]:
         """Why no kernel computes this case, [] where one does."""
@@ -166,13 +162,11 @@ class Case(ABC):
         """The relative error that is allowed in the dtype of that name."""
         return tolerance(dtype, BACKWARD, self.family).relative
 
-    def reference(
-        self, graph: EdgeList, inputs: Inputs, grad_out: Tensor, keep: Tensor | None = None
-    ) -> dict[str, Tensor]:
+    def reference(self, graph: EdgeList, inputs: Inputs, grad_out: Tensor) -> dict[str, Tensor]:
         """Output and every gradient in float64."""
         roles = self.roles(graph)
         rows = {name: of for name, of in self.target_rows_of.items() if name not in roles}
-        return float64_reference(self.plain, roles, graph, inputs, grad_out, keep, target_rows_of=rows)
+        return float64_reference(self.plain, roles, graph, inputs, grad_out, target_rows_of=rows)
 
     def errors(
         self, graph: EdgeList, actual: dict[str, Tensor], expected: dict[str, Tensor], grad_out: Tensor
@@ -281,13 +275,10 @@ class Family:
     Attributes:
         case: Class of its cases, whose titles name its operations.
         implementations: Implementations by name, ours first.
-        check_groups: The cases of the correctness grid, in groups whose kernels are compiled together; where there is
-            none, the rows of every experiment are checked all the same.
     """
 
     case: type[Case]
     implementations: Mapping[str, type[Implementation]]
-    check_groups: Callable[[], Mapping[str, list[Case]]] = field(default=dict)
 
 
 def forward_backward(out: Tensor, inputs: Inputs, grad_out: Tensor) -> dict[str, Tensor]:

@@ -220,7 +220,7 @@ class Measurement:
             unbounded: list[str] = []
             if self.is_fused:
                 plan = self.case.plan(self.job.dtype, self.graph)
-                self.base["ran"] = " ".join(f"{name}={schedule}" for name, (schedule, _) in plan.items()) or "reference"
+                self.base["ran"] = " ".join(f"{name}={schedule}" for name, schedule in plan.items()) or "reference"
                 unbounded = self.case.unbounded_reasons(self.job.dtype, self.graph.device)
             if reasons := [*unbounded, *self.implementation.reasons(self.case, self.graph)]:
                 yield from self._without_times(self.job.directions, "not run: " + "; ".join(reasons))

@@ -274,13 +274,11 @@ class RelationalCase(HeadsCase):
 
         return call_hetero
 
-    def reference(
-        self, graph: EdgeList, inputs: Inputs, grad_out: Tensor, keep: Tensor | None = None
-    ) -> dict[str, Tensor]:
+    def reference(self, graph: EdgeList, inputs: Inputs, grad_out: Tensor) -> dict[str, Tensor]:
         edges, num_types = CaseEdges.of(graph), len(CaseEdges.of(graph).sizes)
         constants = {"edge_type": ("edge", edges.edge_type), "target_type": ("dst", edges.node_type)}
 
-        def plain(edge_index: Tensor, num_dst: int, inputs: Inputs, keep: Tensor | None) -> Tensor:
+        def plain(edge_index: Tensor, num_dst: int, inputs: Inputs, keep: Tensor | None = None) -> Tensor:
             target_type, relations = inputs["target_type"], edges.num_relations
             part = Graph.of(edge_index, graph.num_src, num_dst, edge_type=inputs["edge_type"], num_relations=relations)
             rows = IndexSpace(part, source_type=edges.node_type, target_type=target_type, num_types=num_types)
@@ -289,7 +287,7 @@ class RelationalCase(HeadsCase):
 
         rows_of = {"x_dst": "x"}
         return float64_reference(
-            plain, self.roles(graph), graph, inputs, grad_out, keep, target_rows_of=rows_of, constants=constants
+            plain, self.roles(graph), graph, inputs, grad_out, target_rows_of=rows_of, constants=constants
         )
 
 
