@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -303,14 +303,8 @@ def in_force(schedule: str, dtype: str) -> Iterator[None]:
         torch.set_float32_matmul_precision(precision)
 
 
-def rounded_problem(case: Case, graph: EdgeList, dtypes: Sequence[str]) -> tuple[Inputs, Tensor]:
-    """Float32 inputs and output gradient that each of ``dtypes`` holds exactly: one reference serves them all."""
-
-    def rounded(tensor: Tensor) -> Tensor:
-        for dtype in dtypes:
-            tensor = tensor.to(DTYPES[dtype]).float()
-        return tensor
-
+def rounded_problem(case: Case, graph: EdgeList, dtype: str) -> tuple[Inputs, Tensor]:
+    """Float32 inputs and output gradient that the dtype of that name holds exactly."""
     inputs = case.make_inputs(graph)
-    grad_out = rounded(case.make_grad_out(graph, inputs))
-    return {name: rounded(tensor) for name, tensor in inputs.items()}, grad_out
+    grad_out = case.make_grad_out(graph, inputs).to(DTYPES[dtype]).float()
+    return {name: tensor.to(DTYPES[dtype]).float() for name, tensor in inputs.items()}, grad_out

@@ -7,23 +7,25 @@ and gradients on every row; one that fails prints WRONG and gets no time.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from benchmarks import plots, tables
-from benchmarks.case import DTYPES, Case, forward_backward, in_force, rounded_problem
+from benchmarks.case import DTYPES, Case, Implementation, forward_backward, in_force, rounded_problem
 from benchmarks.cases import FAMILY_OF, OURS, TITLES, case_of, implementation_of
 from benchmarks.graphs import benchmark_graph, compare_with_recipe, compressed, recipe_of
 from benchmarks.isolated import EndedError, results
 from benchmarks.results import (
     Progress,
+    Row,
     Rows,
     Table,
     default_folder,
@@ -78,36 +80,16 @@ class Job:
         return names | {"dtype": self.dtype, "implementation": self.implementation, "schedule": self.schedule}
 
 
-@dataclass(frozen=True)
-class Experiment:
-    """Settings of an experiment; one field per key of ``benchmarks/configs/bench.yaml``, which explains them.
-
-    Raises:
-        ValueError: A name is not among the choices, or a size has another form.
-    """
-
-    name: str
-    file: str
-    graphs: tuple[str, ...]
-    ops: tuple[str, ...]
-    sizes: tuple[str, ...]
-    dtypes: tuple[str, ...]
-    directions: tuple[str, ...]
-    implementations: tuple[str, ...]
-    schedules: tuple[str, ...]
-    states: tuple[str, ...]
-    baseline: str
-    pace: Pace
-    isolated: Mapping[str, Any]
-    device: torch.device
-    limit_s: float
-    folder: Path
-    small: bool
-    summary: bool
+class Experiment(SimpleNamespace):
+    """Settings of an experiment by the keys of ``benchmarks/configs/bench.yaml``, which explains them."""
 
     @staticmethod
     def of(config: Mapping[str, Any]) -> Experiment:
-        """From a resolved config."""
+        """Return the settings of a resolved config.
+
+        Raises:
+            ValueError: A name is not among the choices, or a size has another form.
+        """
         values: dict[str, Any] = {n: tuple(value) if isinstance(value, list) else value for n, value in config.items()}
         for name, allowed in (
             ("ops", tuple(FAMILY_OF)),
@@ -127,7 +109,7 @@ class Experiment:
                 case_of(op, size)
         values |= {"pace": Pace(**values["pace"]), "device": device_of(values["device"])}
         values["folder"] = Path(values["folder"] or default_folder("bench", values["device"], values["small"]))
-        return Experiment(**{field.name: values[field.name] for field in fields(Experiment)})
+        return Experiment(**values)
 
     def jobs(self, graph: str) -> Iterator[Job]:
         """Everything to measure on a graph; jobs that share inputs follow each other."""
@@ -155,9 +137,9 @@ class Experiment:
         for job in self.jobs(graph):
             if self.is_isolated(job) and not self.isolated["limit_s"]:
                 continue
-            columns = {**job.columns, **environment}
-            rows_of = {d: {**columns, "direction": d} for d in job.directions}
-            directions = tuple(d for d, row in rows_of.items() if tuple(row[name] for name in KEY) not in done)
+            row = {**job.columns, **environment}
+            keys = {d: tuple({**row, "direction": d}[name] for name in KEY) for d in job.directions}
+            directions = tuple(direction for direction, key in keys.items() if key not in done)
             jobs += [replace(job, directions=directions)] if directions else []
         return jobs
 
@@ -179,7 +161,7 @@ class Problem:
     @cached_property
     def reference(self) -> tuple[Inputs, Tensor, dict[str, Tensor]]:
         """Rounded inputs, gradient of the output, and the float64 results; made where something is compared."""
-        inputs, grad_out = rounded_problem(self.case, self.graph, [self.dtype])
+        inputs, grad_out = rounded_problem(self.case, self.graph, self.dtype)
         return inputs, grad_out, self.case.reference(self.graph, inputs, grad_out)
 
 
@@ -202,9 +184,8 @@ class Measurement:
     def __init__(self, job: Job, problem: Problem, timer: Timer, states: Sequence[str]) -> None:
         graph = problem.graph
         self.job, self.case, self.graph, self.problem, self.timer = job, job.case, graph, problem, timer
-        implementation = implementation_of(job.case.op, job.implementation)
-        assert implementation is not None
-        self.implementation = implementation
+        implementation: Any = implementation_of(job.case.op, job.implementation)
+        self.implementation: Implementation = implementation
         self.is_fused = job.implementation == "fused"
         self.dtype = DTYPES[job.dtype]
         self.bound = max(self.case.bound(job.dtype), self.implementation.error_bound)
@@ -271,25 +252,18 @@ class Measurement:
         return {"status": "ok" if error <= self.bound else "WRONG", "worst": name, "error": f"{error:.2e}"}
 
     def _times(self, call: TimedCall, base: dict[str, Any]) -> Iterator[dict[str, Any]]:
-        peak_mb = self.timer.peak_mb(call)
-        extra = {
-            "host_us": f"{self.timer.host_us(call):.1f}",
-            "peak_mb": "" if peak_mb is None else f"{peak_mb:.1f}",
-        }
+        peak_mb, host_us = self.timer.peak_mb(call), self.timer.host_us(call)
         for state in self.states:
             row = {**base, "state": state}
-            if state == "replay":
-                if self.is_fused and self.timer.on_gpu:
-                    yield self._replayed(call, row)
-            else:
-                timing = self.timer.time(call, flushed=state == "flushed")
-                yield {**self._timed(row, timing), **(extra if state == "warm" else {})}
-
-    def _replayed(self, call: TimedCall, row: dict[str, Any]) -> dict[str, Any]:
-        try:
-            return self._timed(row, self.timer.time(self.timer.replay(call)))
-        except RuntimeError as error:
-            return {**row, "status": reason(error)}
+            if state == "warm":
+                row |= {"host_us": f"{host_us:.1f}", "peak_mb": "" if peak_mb is None else f"{peak_mb:.1f}"}
+            if state != "replay":
+                yield self._timed(row, self.timer.time(call, flushed=state == "flushed"))
+            elif self.is_fused and self.timer.on_gpu:
+                try:
+                    yield self._timed(row, self.timer.time(self.timer.replay(call)))
+                except RuntimeError as error:
+                    yield {**row, "status": reason(error)}
 
     def _timed(self, row: dict[str, Any], timing: Timing) -> dict[str, Any]:
         compulsory = self.case.compulsory_bytes(self.graph, row["direction"], self.dtype.itemsize)
@@ -305,15 +279,8 @@ class Measurement:
 
 def graph_build_rows(graph: EdgeList, timer: Timer) -> list[dict[str, Any]]:
     """Wall time of building the cached CSR and CSC from ``edge_index``, each the median of five."""
-    base: dict[str, Any] = {
-        **graph_columns(graph),
-        "op": "graph",
-        "layer": "graph build",
-        "dtype": "int32",
-        "implementation": "fused",
-        "state": "warm",
-        "status": "ok",
-    }
+    names = {"op": "graph", "layer": "graph build", "dtype": "int32", "implementation": "fused"}
+    base = {**graph_columns(graph), **names, "state": "warm", "status": "ok"}
     samples: dict[str, list[float]] = {"csr": [], "csc": []}
     for _ in range(6):
         Graph.clear_cache()
@@ -346,13 +313,12 @@ def run(config: Mapping[str, Any]) -> int:
     folder = experiment.folder / file_stem(experiment.device, experiment.small)
     path = folder / f"{experiment.file}.csv"
     table = Table(path, FIELDS)
-    finished = experiment.summary or _Runner(experiment, table).run()
+    finished = experiment.summary or _fill(experiment, table)
     # Rows of other sources stay until the same thing has been measured anew.
     rows = latest(table.rows(), tables.NAMES)
     if rows:
+        on_gpu = experiment.device.type == "cuda"
         table.keep(rows)
-    on_gpu = experiment.device.type == "cuda"
-    if rows:
         if not on_gpu:
             print(ON_A_CPU)
         print(tables.summary(rows, experiment.baseline, speedups=on_gpu))
@@ -365,63 +331,53 @@ def run(config: Mapping[str, Any]) -> int:
     return 0 if finished else 2
 
 
-class _Runner:
-    def __init__(self, experiment: Experiment, table: Table) -> None:
-        self.experiment, self.table = experiment, table
-        self.device = experiment.device
-        self.timer = Timer(self.device, experiment.pace)
-        self.environment = environment(self.device)
-        self.progress = Progress(experiment.limit_s)
+def _fill(experiment: Experiment, table: Table) -> bool:
+    """Append the rows that are not there; return False when time ran out."""
+    progress, timer, small = Progress(experiment.limit_s), Timer(experiment.device, experiment.pace), experiment.small
 
-    def run(self) -> bool:
-        """False when time ran out."""
-        rows = self.table.rows()
-        todo = {graph: self.experiment.missing(graph, rows, self.environment) for graph in self.experiment.graphs}
-        count = sum(map(len, todo.values()))
-        print(f"{self.experiment.name}: {count} measurements to take, {len(rows)} rows are there", flush=True)
-        return all(self._graph(graph, jobs) for graph, jobs in todo.items() if jobs)
+    def append(rows: Iterable[Row]) -> None:
+        rows = [{**row, "experiment": experiment.name} for row in rows]
+        table.append(rows)
+        for row in rows:
+            progress.print(tables.line(row))
 
-    def _graph(self, name: str, jobs: Sequence[Job]) -> bool:
-        """All jobs on one graph; False when time ran out."""
-        if self.progress.is_over():
+    rows, now_ = table.rows(), environment(experiment.device)
+    todo = {graph: experiment.missing(graph, rows, now_) for graph in experiment.graphs}
+    count = sum(map(len, todo.values()))
+    print(f"{experiment.name}: {count} measurements to take, {len(rows)} rows are there", flush=True)
+    for name, jobs in todo.items():
+        if not jobs:
+            continue
+        if progress.is_over():
             return False
-        small = self.experiment.small
         try:
-            graph = benchmark_graph(name, self.device, small=small)
+            graph = benchmark_graph(name, experiment.device, small=small)
         except (FileNotFoundError, ImportError) as error:
-            self.progress.print(f"skipped graph {name}: {error}")
-            return True
+            progress.print(f"skipped graph {name}: {error}")
+            continue
         if not small:
-            self.progress.print(compare_with_recipe(graph, recipe_of(name)))
-        if ("graph", name) not in {(row["op"], row["graph"]) for row in self.table.rows()}:
-            self._append(graph_build_rows(graph, self.timer))
+            progress.print(compare_with_recipe(graph, recipe_of(name)))
+        if ("graph", name) not in {(row["op"], row["graph"]) for row in rows}:
+            append(graph_build_rows(graph, timer))
         problem: Problem | None = None
         for job in jobs:
-            if self.progress.is_over():
+            if progress.is_over():
                 return False
-            if self.experiment.is_isolated(job):
-                self._isolated(job, graph)
+            if experiment.is_isolated(job):
+                for direction in job.directions:
+                    append(_isolated(experiment, replace(job, directions=(direction,)), graph))
                 continue
             if problem is None or (problem.case, problem.dtype) != (job.case, job.dtype):
                 problem = Problem(job.case, graph, job.dtype)
-            measurement = Measurement(job, problem, self.timer, self.experiment.states)
-            self._append(list(measurement.rows()))
+            append(Measurement(job, problem, timer, experiment.states).rows())
         Graph.clear_cache()
-        self.timer.release()
-        return True
+        timer.release()
+    return True
 
-    def _isolated(self, job: Job, graph: EdgeList) -> None:
-        """Each direction in a process of its own, with a limit of its own."""
-        for direction in job.directions:
-            work = self.experiment, replace(job, directions=(direction,))
-            try:
-                self._append(list(results(rows_of_job, work, self.experiment.isolated["limit_s"])))
-            except EndedError as ended:
-                row = {**job.columns, **graph_columns(graph), "direction": direction, "status": str(ended)}
-                self._append([row])
 
-    def _append(self, rows: Rows) -> None:
-        rows = [{**row, "experiment": self.experiment.name} for row in rows]
-        self.table.append(rows)
-        for row in rows:
-            self.progress.print(tables.line(row))
+def _isolated(experiment: Experiment, job: Job, graph: EdgeList) -> list[Row]:
+    """Return the rows of a job of one direction from a process of its own, or the reason why there are none."""
+    try:
+        return list(results(rows_of_job, (experiment, job), experiment.isolated["limit_s"]))
+    except EndedError as ended:
+        return [{**job.columns, **graph_columns(graph), "direction": job.directions[0], "status": str(ended)}]

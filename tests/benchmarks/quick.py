@@ -37,7 +37,7 @@ def graph_of(name):
 
 def results(implementation, case, graph, dtype="float32"):
     """Output and gradients of an implementation, those of the reference, and the errors."""
-    inputs, grad_out = rounded_problem(case, graph, ["float32"])
+    inputs, grad_out = rounded_problem(case, graph, "float32")
     expected = case.reference(graph, inputs, grad_out)
     leaves = {name: tensor.to(getattr(torch, dtype)).requires_grad_() for name, tensor in inputs.items()}
     out = implementation.prepare(case, graph, leaves)()

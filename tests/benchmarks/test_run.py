@@ -175,7 +175,7 @@ def test_a_mask_that_cannot_fit_is_a_reason():
 @pytest.mark.parametrize("name", ["a", "c", "mnist_like"])
 def test_flex_attention_agrees_with_float64(name):
     graph, case = benchmark_graph(name, "cpu", small=True), AttentionCase("dot", 2, 16)
-    inputs, grad_out = rounded_problem(case, graph, ["float32"])
+    inputs, grad_out = rounded_problem(case, graph, "float32")
     expected = {"out": case.reference(graph, inputs, grad_out)["out"]}
     with torch.no_grad():
         actual = {"out": Flex(compiled=False).prepare(case, graph, inputs)()}

@@ -43,7 +43,7 @@ def test_implementations_agree_with_float64(implementation, op, name):
     if reasons:
         assert reasons == [f"has no {case.layer}"]
         return
-    inputs, grad_out = rounded_problem(case, graph, ["float32"])
+    inputs, grad_out = rounded_problem(case, graph, "float32")
     expected = case.reference(graph, inputs, grad_out)
     leaves = {name: tensor.requires_grad_() for name, tensor in inputs.items()}
     actual = forward_backward(implementation.prepare(case, graph, leaves)(), leaves, grad_out)
