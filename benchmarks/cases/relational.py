@@ -18,6 +18,7 @@ import torch.nn.functional as F
 import torch_geometric.nn
 from torch import Tensor, nn
 from torch.func import functional_call
+from torch_geometric.data import Data
 from torch_geometric.utils import scatter
 
 from benchmarks.case import Call, Family, Forward, Fused, HeadsCase, Implementation, TorchCompiled
@@ -89,14 +90,9 @@ class CaseEdges:
 
     def edge_index_dict(self) -> dict[tuple[str, str, str], Tensor]:
         """Edges [2, E_r] of each relation, numbered inside their types."""
-        first = torch.tensor([0, *self.sizes]).cumsum(0).tolist()
-        order = self.edge_type.argsort(stable=True)
-        counts = self.edge_type.bincount(minlength=self.num_relations).tolist()
-        parts = self.edge_index[:, order].split(counts, dim=1)
-        return {
-            name: part - part.new_tensor([[first[source]], [first[target]]])
-            for name, part, (source, target) in zip(self.metadata[1], parts, self.ends)
-        }
+        graph = Data(edge_index=self.edge_index, num_nodes=sum(self.sizes))
+        typed = graph.to_heterogeneous(self.node_type, self.edge_type, *self.metadata)
+        return typed.edge_index_dict  # type: ignore[no-any-return]
 
 
 @dataclass(frozen=True)
@@ -106,7 +102,8 @@ class RelationalLayer:
     Attributes:
         title: Its name in tables and figures.
         conv: Its class.
-        shapes: (width, heads, relations, node types) -> shapes of its parameters by kind.
+        shapes: Shapes of its parameters: W for the width, H heads of C channels, R relations, T node types; Q for
+            three widths, B for R * H.
         make: (class, case, edges) -> the module.
         parameters: (inputs, edges) -> the module's parameters by their names.
         output: (inputs, heads, run, number of targets of each type, types with an output) -> the output, by a program.
@@ -116,7 +113,7 @@ class RelationalLayer:
 
     title: str
     conv: str
-    shapes: Callable[[int, int, int, int], Shapes]
+    shapes: Mapping[str, str]
     make: Callable[[Any, RelationalCase, CaseEdges], nn.Module]
     parameters: Callable[[Inputs, CaseEdges], Inputs]
     output: Callable[[Inputs, int, Run, Sequence[int], set[int]], Tensor]
@@ -150,24 +147,6 @@ def _hgt_output(inputs: Inputs, heads: int, run: Run, sizes: Sequence[int], reac
     return torch.cat(outputs)
 
 
-def _rgcn_shapes(width: int, heads: int, relations: int, types: int) -> Shapes:
-    return {"weight": (relations, width, width), "root": (width, width), "bias": (width,)}
-
-
-def _rgat_shapes(width: int, heads: int, relations: int, types: int) -> Shapes:
-    return {"weight": (relations, width, width), "q": (width, heads), "k": (width, heads), "bias": (width,)}
-
-
-def _hgt_shapes(width: int, heads: int, relations: int, types: int) -> Shapes:
-    size = width // heads
-    return {
-        **{"kqv_weight": (types, 3 * width, width), "kqv_bias": (types, 3 * width)},
-        **{"out_weight": (types, width, width), "out_bias": (types, width), "skip": (types, 1)},
-        **{"k_rel": (heads * relations, size, size), "v_rel": (heads * relations, size, size)},
-        "p_rel": (relations, heads),
-    }
-
-
 def _own_names(inputs: Inputs, edges: CaseEdges) -> Inputs:
     return {name: tensor for name, tensor in inputs.items() if name != "x"}
 
@@ -188,7 +167,7 @@ LAYERS = {
     "rgcn": RelationalLayer(
         title="RGCN",
         conv="RGCNConv",
-        shapes=_rgcn_shapes,
+        shapes={"weight": "RWW", "root": "WW", "bias": "W"},
         make=lambda conv, case, edges: conv(case.width, case.width, edges.num_relations),
         parameters=_own_names,
         output=_rgcn_output,
@@ -196,7 +175,7 @@ LAYERS = {
     "rgat": RelationalLayer(
         title="RGAT",
         conv="RGATConv",
-        shapes=_rgat_shapes,
+        shapes={"weight": "RWW", "q": "WH", "k": "WH", "bias": "W"},
         make=lambda conv, case, edges: conv(case.width, case.channels, edges.num_relations, heads=case.heads),
         parameters=_own_names,
         output=_rgat_output,
@@ -205,7 +184,10 @@ LAYERS = {
     "hgt": RelationalLayer(
         title="HGT",
         conv="HGTConv",
-        shapes=_hgt_shapes,
+        shapes={
+            **{"kqv_weight": "TQW", "kqv_bias": "TQ", "out_weight": "TWW", "out_bias": "TW", "skip": "T1"},
+            **{"k_rel": "BCC", "v_rel": "BCC", "p_rel": "RH"},
+        },
         make=lambda conv, case, edges: conv(case.width, case.width, edges.metadata, case.heads),
         parameters=_hgt_names,
         output=_hgt_output,
@@ -229,8 +211,11 @@ class RelationalCase(HeadsCase):
     def shapes(self, graph: EdgeList) -> Shapes:
         """Shape of each input."""
         types = 1 if graph.node_type is None or not graph.num_dst else int(graph.node_type[-1]) + 1
-        parameters = self.spec.shapes(self.width, self.heads, graph.num_relations, types)
-        return {"x": (graph.num_src, self.width), **parameters}
+        relations, width, heads = graph.num_relations, self.width, self.heads
+        sizes = {"W": width, "H": heads, "C": self.channels, "R": relations, "T": types, "1": 1}
+        sizes |= {"Q": 3 * width, "B": relations * heads}
+        parameters = {name: tuple(sizes[axis] for axis in axes) for name, axes in self.spec.shapes.items()}
+        return {"x": (graph.num_src, width), **parameters}
 
     def roles(self, graph: EdgeList) -> dict[str, str]:
         return {name: "src" if name == "x" else "param" for name in self.shapes(graph)}
