@@ -42,7 +42,7 @@ from benchmarks.multi_gpu_models import (
 )
 from benchmarks.results import MEASURED_ROOMS, source_digest
 from benchmarks.timing import Timer
-from benchmarks.training_config import training_config
+from benchmarks.training import flat_gradient, training_config
 from pyg_dfgnn import models
 from pyg_dfgnn.capture import CapturedStep, Recorder, Step
 from pyg_dfgnn.datasets import pattern
@@ -242,7 +242,7 @@ def _beside_one(
         shared = _Pass(wrapped, own, group, recorder)
         shared_ms = group_time_ms(shared, group, small)
         rows = [shared(), *(grad / group.size for grad in shared.x_grads())]
-        computed = [*map(group.gather, rows), _flat_grad(model)]
+        computed = [*map(group.gather, rows), flat_gradient(model)]
         del shared, wrapped
         timer.release()
         group.barrier()
@@ -250,7 +250,7 @@ def _beside_one(
             recorder, alone = Recorder(group.device) if mode else None, Group(device=group.device)
             reference = _Pass(single, whole, alone, recorder)
             alone_ms = group_time_ms(reference, alone, small)
-            expected = [reference(), *reference.x_grads(), _flat_grad(single)]
+            expected = [reference(), *reference.x_grads(), flat_gradient(single)]
             allowed = dict.fromkeys(("logits", "dx", "dW"), GRADIENT_TOLERANCE)
             if check == "partition":
                 exact = _in_float64(make, whole, alone)
@@ -274,7 +274,7 @@ def _in_float64(make: Callable[[], nn.Module], inputs: Inputs, alone: Group) -> 
     double = {name: each.double() for name, each in x.items()} if isinstance(x, dict) else x.double()
     model = make().to(alone.device).double()
     run = _Pass(model, replace(inputs, x=double), alone)
-    return [run(), *run.x_grads(), _flat_grad(model)]
+    return [run(), *run.x_grads(), flat_gradient(model)]
 
 
 def _errors(computed: list[Tensor], expected: list[Tensor]) -> dict[str, float]:
@@ -414,10 +414,6 @@ class _Pass:
 
 def _tensors(x: Tensor | dict[str, Tensor]) -> list[Tensor]:
     return list(x.values()) if isinstance(x, dict) else [x]
-
-
-def _flat_grad(model: nn.Module) -> Tensor:
-    return torch.cat([parameter.grad.flatten() for parameter in model.parameters() if parameter.grad is not None])
 
 
 def throughput(group: Group, small: bool) -> list[Result]:

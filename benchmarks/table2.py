@@ -57,7 +57,7 @@ from benchmarks.table2_steps import (
     TaskBatches,
     measure,
 )
-from benchmarks.training_config import training_config
+from benchmarks.training import training_config
 from pyg_dfgnn.datasets import Task
 from pyg_dfgnn.errors import check_range
 from pyg_dfgnn.paths import configs_dir

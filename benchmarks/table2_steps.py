@@ -18,6 +18,7 @@ from torch_geometric.data import Batch, Data
 
 import pyg_dfgnn
 from benchmarks.timing import Timer, Timing
+from benchmarks.training import flat_gradient
 from pyg_dfgnn import nn as drop_ins
 from pyg_dfgnn.capture import Capacity, CapturedStep, Step
 from pyg_dfgnn.datasets import Task
@@ -230,11 +231,6 @@ class Disagreement(RuntimeError):
         self.columns = {**columns, "reference": backend}
 
 
-def first_gradient(model: nn.Module) -> Tensor:
-    """The gradients that a step left in the parameters, one after the other, on the CPU."""
-    return torch.cat([p.grad.detach().flatten().cpu() for p in model.parameters() if p.grad is not None])
-
-
 def average_gradient(optimizer: Optimizer) -> Tensor:
     """The average of the gradients of all steps that Adam keeps, the last ones weigh most, on the CPU."""
     return torch.cat([state["exp_avg"].flatten().cpu() for state in optimizer.state.values()])
@@ -318,7 +314,7 @@ def measure(backend: Backend, setup: Setup, reference: Reference | None) -> tupl
             loss = turns(index)
             timer.synchronize()
             if index == 0:
-                first_step_s, gradient = time.perf_counter() - started, first_gradient(model)
+                first_step_s, gradient = time.perf_counter() - started, flat_gradient(model).cpu()
             losses.append(float(loss))
             if index >= max(pace.warm_up, captures):
                 spans.append(turns.phases.durations_ms())

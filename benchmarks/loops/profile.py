@@ -36,7 +36,7 @@ def run(config: Mapping[str, Any]) -> int:
 def _profile(case: LoopCase, names: Sequence[str], timer: Timer, block: int) -> None:
     """Print the pieces of a step for each implementation of a case."""
     torch.manual_seed(0)
-    batches = Batches.on(timer.device, case)
+    batches = Batches(case, timer.device)
     model = case.make(batches.batches[0]).to(timer.device)
     for name in names:
         print(f"\n{case.loop} {case.model} {case.size} {name}")

@@ -11,7 +11,6 @@ import signal
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from statistics import geometric_mean, median
@@ -27,6 +26,7 @@ from benchmarks.results import (
     Progress,
     Rows,
     Table,
+    default_folder,
     device_of,
     environment,
     latest,
@@ -36,6 +36,7 @@ from benchmarks.results import (
     source_digest,
 )
 from benchmarks.timing import Timer, Timing
+from benchmarks.training import flat_gradient
 from pyg_dfgnn.capture import Capacity
 from pyg_dfgnn.errors import UnsupportedError, check_choice
 from pyg_dfgnn.reference.tolerances import relative_error, worst_beside
@@ -57,70 +58,21 @@ SLOWER = 0.98
 STOPPED_EARLY = 2
 
 
-@dataclass(frozen=True)
-class First:
-    """Loss and gradients by parameter of the first step."""
-
-    loss: Tensor
-    gradients: dict[str, Tensor]
-
-    def errors(self, expected: First) -> dict[str, float]:
-        """Relative errors of the loss and of all gradients together; a parameter without a gradient counts as zeros."""
-        mine, others = [], []
-        for name in {**self.gradients, **expected.gradients}:
-            got, want = self.gradients.get(name), expected.gradients.get(name)
-            mine.append(torch.zeros_like(want) if got is None else got)  # type: ignore[arg-type]
-            others.append(torch.zeros_like(got) if want is None else want)  # type: ignore[arg-type]
-        flat = [torch.cat([gradient.flatten().double() for gradient in part]) for part in (mine, others)]
-        return {"loss": relative_error(self.loss, expected.loss), "gradient": relative_error(*flat)}
-
-
-def first_step(case: LoopCase, model: nn.Module, batch: Any) -> First:
-    """Forward and backward of a model without a step."""
-    loss = case.loss(case.forward(model, batch), batch)
-    loss.backward()
-    return First(loss.detach(), gradients(model))
-
-
-def gradients(model: nn.Module) -> dict[str, Tensor]:
-    """Return the gradients that the last backward pass left in the parameters, by name."""
-    return {name: p.grad.detach().clone() for name, p in model.named_parameters() if p.grad is not None}
-
-
 def in_float64(batch: Any) -> Any:
     """A copy whose floating-point tensors are float64."""
     return batch.clone().apply(lambda t: t.double() if t.is_floating_point() else t)
 
 
 class Batches:
-    """The batches of a case, a fresh copy of what is new for every step.
+    """The batches of a case on a device, one per step and then again from the first; what is new is a fresh copy."""
 
-    Args:
-        case: What is new.
-        batches: One per step, then again from the first; on the device of the steps.
-    """
-
-    @staticmethod
-    def on(device: torch.device, case: LoopCase) -> Batches:
-        """The batches of the case, moved to a device."""
-        return Batches(case, [batch.clone().to(device) for batch in case.source().batches])
-
-    def __init__(self, case: LoopCase, batches: list[Any]) -> None:
-        self.fresh, self.batches = case.fresh, batches
+    def __init__(self, case: LoopCase, device: torch.device) -> None:
+        self.fresh, self.batches = case.fresh, [batch.clone().to(device) for batch in case.source().batches]
 
     def take(self, first: int, count: int) -> list[Any]:
-        """Batches of the steps from `first` on."""
-        return [self._copy(self.batches[i % len(self.batches)]) for i in range(first, first + count)]
-
-    def _copy(self, batch: Any) -> Any:
-        if self.fresh is None:
-            return batch.clone()
-        if self.fresh == ():
-            return batch
-        batch = copy.copy(batch)
-        for name in self.fresh:
-            batch[name] = batch[name].clone()
-        return batch
+        """Return the batches of the steps from `first` on."""
+        taken = [self.batches[i % len(self.batches)] for i in range(first, first + count)]
+        return taken if self.fresh == () else [batch.clone(*(self.fresh or ())) for batch in taken]
 
 
 class Steps:
@@ -240,7 +192,7 @@ class Turns:
         self.case, self.timer, self.config = case, timer, config
         self.names = [name for name in BASELINE if name in needed]
         self.block = config["block"]
-        self.batches = Batches.on(timer.device, case)
+        self.batches = Batches(case, timer.device)
         self.pygs: dict[str, float] | None = None
         self.loss: Tensor | None = None
         self.rows: dict[str, dict[str, Any]] = {}
@@ -252,7 +204,10 @@ class Turns:
         torch.compiler.reset()
         batch = self.batches.take(0, 1)[0]
         model = self.case.make(batch).to(self.timer.device)
-        reference = first_step(self.case, copy.deepcopy(model).double(), in_float64(batch))
+        exact, batch = copy.deepcopy(model).double(), in_float64(batch)
+        loss = self.case.loss(self.case.forward(exact, batch), batch)
+        loss.backward()
+        reference = loss.detach(), flat_gradient(exact)
         for name in self.names:
             self._warm_up(name, model, reference)
         samples = self._samples()
@@ -266,7 +221,7 @@ class Turns:
                 row |= {"baseline": baseline, "baseline_ms": f"{other:.5g}", "ratio": f"{ratio:.4g}"}
         return self.rows
 
-    def _warm_up(self, name: str, model: nn.Module, reference: First) -> None:
+    def _warm_up(self, name: str, model: nn.Module, reference: tuple[Tensor, Tensor]) -> None:
         """Compare the first step of an implementation, and take it to where its steps are timed."""
         row: dict[str, Any] = {"implementation": name}
         self.rows[name] = row
@@ -276,7 +231,8 @@ class Turns:
                 steps = Steps(name, self.case, model, self.batches)
                 row["note"] = steps.note
                 loss = steps.take(steps.batches.take(0, 1))
-                errors = First(loss, gradients(steps.model)).errors(reference)
+                first = loss, flat_gradient(steps.model)
+                errors = dict(zip(("loss", "gradient"), map(relative_error, first, reference)))
                 row |= {"loss_error": f"{errors['loss']:.2e}", "gradient_error": f"{errors['gradient']:.2e}"}
                 if name == "pyg":
                     self.pygs = errors
@@ -326,8 +282,7 @@ class Turns:
 def run(config: Mapping[str, Any]) -> int:
     """Measure what the config names; return the exit code, 2 where time ran out."""
     device = device_of(config["device"])
-    is_published = device.type == "cuda" and not config["small"]
-    folder = Path(config["folder"] or ("results" if is_published else "outputs"))
+    folder = Path(config["folder"] or default_folder("", device, config["small"]))
     cases, timer = cases_of(config), Timer(device)
     # Compiled steps of one class but of several models count together.
     dynamo_config.recompile_limit = 64

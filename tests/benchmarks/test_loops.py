@@ -102,7 +102,7 @@ def test_unknown_names_are_refused(option, value, tmp_path):
 def test_each_step_has_new_tensors_but_where_the_loop_keeps_them():
     for name, news in (("molecules", ["x", "edge_index"]), ("temporal", ["x"]), ("small", [])):
         case = next(LOOPS[name](True))
-        batches = Batches.on(torch.device("cpu"), case)
+        batches = Batches(case, torch.device("cpu"))
         count = len(batches.batches)
         first, again = batches.take(0, 1)[0], batches.take(count, 1)[0]
         for key in ("x", "edge_index"):

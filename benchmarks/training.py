@@ -1,10 +1,12 @@
-"""Configs of train.py, composed inside of a command that may itself have been started by Hydra."""
+"""Configs of train.py for commands that Hydra may have started, and the gradients that a step left in a model."""
 
 from collections.abc import Sequence
 
+import torch
 from hydra import compose, initialize_config_dir
 from hydra.core.global_hydra import GlobalHydra
 from omegaconf import DictConfig
+from torch import Tensor, nn
 
 from pyg_dfgnn.paths import configs_dir
 
@@ -18,3 +20,9 @@ def training_config(overrides: Sequence[str]) -> DictConfig:
             return compose("train", list(overrides))
     finally:
         GlobalHydra.instance().hydra = outer
+
+
+def flat_gradient(model: nn.Module) -> Tensor:
+    """Return the gradients of all parameters, one after the other; zeros where a parameter has none."""
+    gradients = (torch.zeros_like(p) if p.grad is None else p.grad.detach() for p in model.parameters())
+    return torch.cat([gradient.flatten() for gradient in gradients])
