@@ -81,15 +81,6 @@ def _reads(*names: str) -> Callable[[nn.Module, Any], Tensor]:
 _call = _reads("x", "edge_index")
 
 
-Convs = Callable[[int, Any], Any]
-"""(width, batch) -> the convs of a model."""
-
-
-def _stack(model: Callable[[Any], nn.Module], convs: Convs, width: int) -> Callable[[Any], nn.Module]:
-    """Return what makes a model of convs of a width from the first batch."""
-    return lambda batch: model(convs(width, batch))
-
-
 GRAPH_LEVEL: dict[str, tuple[Callable[[int, Any], nn.Module], bool]] = {
     # (width, batch) -> conv, and whether it takes edge features.
     "gin": (lambda w, _: pyg.GINConv(_mlp(w, w)), False),
@@ -105,17 +96,17 @@ GRAPH_LEVEL: dict[str, tuple[Callable[[int, Any], nn.Module], bool]] = {
 }
 
 
-def _graph_model(conv: Callable[[int, Any], nn.Module], takes_edges: bool, width: int, batch: Any) -> nn.Module:
-    return layers.GraphLevel(batch, [conv(width, batch) for _ in range(4)], width, takes_edges)
-
-
 def _graph_level(loop: str, prefix: str, source: Callable[[], HostBatches], width: int) -> Iterator[LoopCase]:
     call = _reads("x", "edge_index", "edge_attr", "batch", "num_graphs")
-    for name, conv in GRAPH_LEVEL.items():
+
+    def make(name: str, batch: Any) -> nn.Module:
+        conv, takes_edges = GRAPH_LEVEL[name]
+        return layers.GraphLevel(batch, [conv(width, batch) for _ in range(4)], width, takes_edges)
+
+    for name in GRAPH_LEVEL:
         # The dense attention of GPS asks the device for the largest graph.
-        capture = "" if name == "gps" else "graphs"
-        make = partial(_graph_model, *conv, width)
-        yield LoopCase(loop, name, f"{prefix}-h{width}", source, make, call, _weighted_square, capture=capture)
+        capture, model = "" if name == "gps" else "graphs", partial(make, name)
+        yield LoopCase(loop, name, f"{prefix}-h{width}", source, model, call, _weighted_square, capture=capture)
 
 
 def _molecules(small: bool) -> Iterator[LoopCase]:
@@ -126,22 +117,12 @@ def _molecules(small: bool) -> Iterator[LoopCase]:
     yield from _graph_level("molecules", f"qm9-b{batch}", partial(data.qm9, batch), 16 if small else 64)
     # What `train.py data=qm9` trains.
     batch, width = (8, 16) if small else (256, 128)
-    source = partial(data.qm9, batch, "lengths")
-    make = partial(_filter_net, width)
-    yield LoopCase(
-        "molecules",
-        "filters",
-        f"qm9-b{batch}-h{width}",
-        source,
-        make,
-        _call_filters,
-        _weighted_square,
-        capture="graphs",
-    )
+    source, size = partial(data.qm9, batch, "lengths"), f"qm9-b{batch}-h{width}"
 
+    def make(batch: Any) -> nn.Module:
+        return ContinuousFilterNet(batch.x.size(1), 1, hidden_channels=width)
 
-def _filter_net(width: int, batch: Any) -> nn.Module:
-    return ContinuousFilterNet(batch.x.size(1), 1, hidden_channels=width)
+    yield LoopCase("molecules", "filters", size, source, make, _call_filters, _weighted_square, capture="graphs")
 
 
 def _call_filters(model: nn.Module, batch: Any) -> Tensor:
@@ -166,18 +147,23 @@ def _generated_convs(relations: Sequence[data.Relation], layer: Callable[[], nn.
 
 
 def _sampled(small: bool) -> Iterator[LoopCase]:
-    seeds, fans, width = (16, (5, 3), 16) if small else (1024, (25, 10), 256)
-    blocks, size = partial(data.sampled, seeds, fans, small), f"s{seeds}-h{width}"
+    seeds, fans, wide, width = (16, (5, 3), 16, 16) if small else (1024, (25, 10), 256, 64)
+    blocks, size = partial(data.sampled, seeds, fans, small), f"s{seeds}-h{wide}"
     call = _reads("x", "edge_index_1", "rows_1", "edge_index_0", "rows_0")
-    sage = _stack(layers.Blocks, lambda w, _: [pyg.SAGEConv(100, w), pyg.SAGEConv(w, 47)], width)
-    gat = _stack(layers.Blocks, lambda w, _: [pyg.GATConv(100, w // 4, heads=4), pyg.GATConv(w, 47, heads=1)], width)
+
+    def sage(_: Any) -> nn.Module:
+        return layers.Blocks([pyg.SAGEConv(100, wide), pyg.SAGEConv(wide, 47)])
+
+    def gat(_: Any) -> nn.Module:
+        return layers.Blocks([pyg.GATConv(100, wide // 4, heads=4), pyg.GATConv(wide, 47, heads=1)])
+
+    def rgcn(_: Any) -> nn.Module:
+        return layers.Typed([pyg.RGCNConv(128, width, len(MAG)), pyg.RGCNConv(width, 349, len(MAG))])
+
     yield LoopCase("sampled", "sage", size, blocks, sage, call, _classes)
     yield LoopCase("sampled", "gat", size, blocks, gat, call, _classes)
 
-    width = 16 if small else 64
-    size = f"s{seeds}-h{width}"
-    rgcn = _stack(layers.Typed, lambda w, _: [pyg.RGCNConv(128, w, len(MAG)), pyg.RGCNConv(w, 349, len(MAG))], width)
-    call = _reads("x", "edge_index", "edge_type", "num_seeds")
+    size, call = f"s{seeds}-h{width}", _reads("x", "edge_index", "edge_type", "num_seeds")
     yield LoopCase("sampled", "rgcn", size, partial(data.sampled_mag_typed, seeds, fans, small), rgcn, call, _classes)
 
     mag = partial(data.sampled_mag, seeds, fans, small), MAG
@@ -186,8 +172,11 @@ def _sampled(small: bool) -> Iterator[LoopCase]:
     def case(name: str, place: tuple[Any, Sequence[data.Relation]], conv: Callable[[], nn.Module]) -> LoopCase:
         source, relations = place
         kinds, start = list(dict.fromkeys(relation[0] for relation in relations)), relations[0][2]
-        make = _stack(partial(layers.Hetero, kinds, width, start), lambda *_: [conv() for _ in range(2)], width)
         call = _reads("x_dict", "edge_index_dict", "num_seeds")
+
+        def make(_: Any) -> nn.Module:
+            return layers.Hetero(kinds, width, start, [conv(), conv()])
+
         return LoopCase("sampled", name, size, source, make, call, _classes)
 
     yield case("hgt", mag, lambda: pyg.HGTConv(width, width, (list(MAG_NODES), list(MAG)), heads=4))
@@ -215,16 +204,16 @@ TWO_LAYERS: dict[str, Callable[[int, int, Any], nn.Module]] = {
 }
 
 
-def _classifier(name: str, width: int, batch: Any) -> list[nn.Module]:
+def _classifier(name: str, width: int, batch: Any) -> nn.Module:
     conv = TWO_LAYERS[name]
-    return [conv(width, width, batch), conv(width, 7, batch)]
+    return layers.NodeLevel([conv(width, width, batch), conv(width, 7, batch)])
 
 
 def _small(small: bool) -> Iterator[LoopCase]:
     nodes, edges, width = (30, 90, 8) if small else (2708, 10880, 64)
     source = partial(data.graphs, nodes, edges, width, 1)
     for name in TWO_LAYERS:
-        make = _stack(layers.NodeLevel, partial(_classifier, name), width)
+        make = partial(_classifier, name, width)
         yield LoopCase("small", name, "cora", source, make, _call, _classes, fresh=(), capture="whole")
 
 
@@ -237,12 +226,12 @@ def _large(small: bool) -> Iterator[LoopCase]:
         nodes, edges, width = (30, 90, 8) if small else (nodes, edges, width)
         source = partial(data.graphs, nodes, edges, width, 1, power=power)
         for name in ("gcn", "sage", "gat"):
-            make = _stack(layers.NodeLevel, partial(_classifier, name), width)
+            make = partial(_classifier, name, width)
             yield LoopCase("large", name, size, source, make, _call, _classes, fresh=(), capture="whole")
 
 
-def _cell(conv: Callable[[int, int], nn.Module], width: int, _: Any) -> list[nn.Module]:
-    return [conv(2 + width, 2 * width), conv(2 + width, width)]
+def _cell(conv: Callable[[int, int], nn.Module], width: int, _: Any) -> nn.Module:
+    return layers.Recurrent(width, [conv(2 + width, 2 * width), conv(2 + width, width)])
 
 
 def _temporal(small: bool) -> Iterator[LoopCase]:
@@ -250,29 +239,30 @@ def _temporal(small: bool) -> Iterator[LoopCase]:
     source, size = partial(data.series, *shape), f"b{shape[2]}-t{shape[3]}"
     call, fresh = _reads("x", "edge_index", "edge_weight"), ("x", "target")
     for name, conv in (("gcn", pyg.GCNConv), ("diffusion", layers.Diffusion)):
-        make = _stack(partial(layers.Recurrent, width), partial(_cell, conv), width)
-        yield LoopCase("temporal", name, size, source, make, call, _numbers, fresh, "whole")
+        yield LoopCase("temporal", name, size, source, partial(_cell, conv, width), call, _numbers, fresh, "whole")
 
 
 def _dynamic(small: bool) -> Iterator[LoopCase]:
     count, points, k = (2, 16, 4) if small else (32, 1024, 20)
     source, size, call = partial(data.clouds, count, points), f"{count}x{points}-k{k}", _reads("x", "num_clouds")
-    models: dict[str, tuple[Convs, int]] = {
-        "edgeconv": (lambda w, _: [pyg.EdgeConv(_mlp(6, w // 2)), pyg.EdgeConv(_mlp(w, w))], 128),
-        "point_transformer": (
-            lambda w, _: [pyg.PointTransformerConv(3, w // 2), pyg.PointTransformerConv(w // 2, w)],
-            64,
-        ),
-    }
-    for name, (convs, width) in models.items():
-        make = _stack(partial(layers.Clouds, width, k), convs, width)
-        yield LoopCase("dynamic", name, size, source, make, call, _classes)
+
+    def edgeconv(_: Any) -> nn.Module:
+        return layers.Clouds(128, k, [pyg.EdgeConv(_mlp(6, 64)), pyg.EdgeConv(_mlp(128, 128))])
+
+    def point_transformer(_: Any) -> nn.Module:
+        return layers.Clouds(64, k, [pyg.PointTransformerConv(3, 32), pyg.PointTransformerConv(32, 64)])
+
+    for make in (edgeconv, point_transformer):
+        yield LoopCase("dynamic", make.__name__, size, source, make, call, _classes)
 
 
 def _relations(small: bool) -> Iterator[LoopCase]:
     nodes, edges, width = (30, 90, 8) if small else (50_000, 600_000, 64)
     source, call = partial(data.graphs, nodes, edges, width, 2, 8), _reads("x", "edge_index", "edge_type")
-    make = _stack(layers.NodeLevel, lambda w, _: [layers.RelationsByHand(w, 8) for _ in range(2)], width)
+
+    def make(_: Any) -> nn.Module:
+        return layers.NodeLevel([layers.RelationsByHand(width, 8) for _ in range(2)])
+
     yield LoopCase("relations", "rgcn_by_hand", f"e{edges}", source, make, call, _numbers)
 
 
@@ -289,16 +279,16 @@ OWN: dict[str, tuple[Callable[[int], nn.Module], bool]] = {
 }
 
 
-def _own_layers(name: str, width: int, _: Any) -> list[nn.Module]:
+def _own_layers(name: str, width: int, _: Any) -> nn.Module:
     layer, _ = OWN[name]
     # The first layer of GatedGCN makes features of edges as wide as those of nodes.
-    return [layer(width), layers.GatedGCN(width, width) if name == "gatedgcn" else layer(width)]
+    return layers.NodeLevel([layer(width), layers.GatedGCN(width, width) if name == "gatedgcn" else layer(width)])
 
 
 def _own(small: bool) -> Iterator[LoopCase]:
     nodes, edges, width = (30, 90, 8) if small else (10_000, 60_000, 64)
     for name, (_, takes_edges) in OWN.items():
-        make = _stack(layers.NodeLevel, partial(_own_layers, name), width)
+        make = partial(_own_layers, name, width)
         call = _reads("x", "edge_index", "edge_attr") if takes_edges else _call
         for size, pool, fresh in (("new", data.POOL, None), ("same", 1, ())):
             source = partial(data.graphs, nodes, edges, width, pool)
@@ -326,8 +316,8 @@ EDGE_NETWORKS: dict[str, tuple[Callable[[int, int], nn.Module], int]] = {
 }
 
 
-def _edge_layers(name: str, edge_width: int, width: int, _: Any) -> list[nn.Module]:
-    return [EDGE_NETWORKS[name][0](width, edge_width) for _ in range(2)]
+def _edge_layers(name: str, edge_width: int, width: int, _: Any) -> nn.Module:
+    return layers.OnMeshes([EDGE_NETWORKS[name][0](width, edge_width) for _ in range(2)])
 
 
 def _edge_networks(small: bool) -> Iterator[LoopCase]:
@@ -335,7 +325,7 @@ def _edge_networks(small: bool) -> Iterator[LoopCase]:
     for name, (_, width) in EDGE_NETWORKS.items():
         count, nodes, width = (2, 12, 8) if small else (1024, 71, width)
         edge_width = width if name == "meshgraphnet" else 16
-        make = _stack(layers.OnMeshes, partial(_edge_layers, name, edge_width), width)
+        make = partial(_edge_layers, name, edge_width, width)
         source = partial(data.meshes, count, nodes, width, edge_width)
         yield LoopCase("edge_networks", name, f"h{width}", source, make, call, _numbers, (), "whole")
 
@@ -355,21 +345,18 @@ def _energies_and_forces(out: tuple[Tensor, Tensor], batch: Any) -> Tensor:
     return _weighted_square(energies, batch) + total
 
 
-BLOCKS: dict[str, Callable[[int], nn.Module]] = {
-    "schnet": lambda w: layers.FilterBlock(w, layers.BASIS),
-    "painn": lambda w: layers.VectorBlock(w, layers.BASIS),
-}
+BLOCKS: dict[str, Callable[[int], nn.Module]] = {"schnet": layers.FilterBlock, "painn": layers.VectorBlock}
 
 
-def _force_blocks(name: str, width: int, _: Any) -> list[nn.Module]:
-    return [BLOCKS[name](width) for _ in range(3)]
+def _force_blocks(name: str, width: int, _: Any) -> nn.Module:
+    return layers.Energies(width, [BLOCKS[name](width) for _ in range(3)])
 
 
 def _forces(small: bool) -> Iterator[LoopCase]:
     batch, width = (4, 8) if small else (128, 64)
     source, size = partial(data.qm9, batch, "positions"), f"qm9-b{batch}-h{width}"
     for name in BLOCKS:
-        make = _stack(partial(layers.Energies, width), partial(_force_blocks, name), width)
+        make = partial(_force_blocks, name, width)
         yield LoopCase("forces", name, size, source, make, _call_forces, _energies_and_forces, capture="graphs")
 
 

@@ -423,9 +423,9 @@ BASIS = 20
 class FilterBlock(nn.Module):
     """A residual convolution whose filter is a network of the length (SchNet)."""
 
-    def __init__(self, width: int, basis: int) -> None:
+    def __init__(self, width: int) -> None:
         super().__init__()
-        self.conv = ContinuousFilterConv(width, basis)
+        self.conv = ContinuousFilterConv(width, BASIS)
 
     def forward(self, x: Tensor, vectors: Tensor, edge_index: Tensor, *edge: Tensor) -> tuple[Tensor, Tensor]:
         expanded, cut, _ = edge
@@ -435,10 +435,10 @@ class FilterBlock(nn.Module):
 class VectorBlock(MessagePassing):
     """Messages of scalars and of vectors `[N, 3, F]`, each of both (PaiNN)."""
 
-    def __init__(self, width: int, basis: int) -> None:
+    def __init__(self, width: int) -> None:
         super().__init__(aggr="add", node_dim=0)
         self.net = nn.Sequential(nn.Linear(width, width), nn.SiLU(), nn.Linear(width, 3 * width))
-        self.filter, self.mix = nn.Linear(basis, 3 * width), nn.Linear(2 * width, width)
+        self.filter, self.mix = nn.Linear(BASIS, 3 * width), nn.Linear(2 * width, width)
 
     def forward(self, x: Tensor, vectors: Tensor, edge_index: Tensor, *edge: Tensor) -> tuple[Tensor, Tensor]:
         expanded, cut, direction = edge
