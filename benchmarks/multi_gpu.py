@@ -56,6 +56,7 @@ from pyg_dfgnn.distributed import (
     partition_hetero,
     wrap,
 )
+from pyg_dfgnn.reference.tolerances import relative_error
 from pyg_dfgnn.training.report import write_rows
 from pyg_dfgnn.training.run import train
 from pyg_dfgnn.training.step import make_step
@@ -169,17 +170,20 @@ def _typed(edge_index: Tensor, num_nodes: int) -> tuple[dict[Any, Tensor], dict[
     return edges, sizes
 
 
+def _power_law(group: Group, small: bool) -> tuple[Tensor, int]:
+    """Return the edges and the number of nodes of a graph on which float64 is compared with."""
+    num_nodes, mean, most = (500, 8.0, 50.0) if small else (100_000, 50.0, 5_000.0)
+    return _from_main(group, lambda: chung_lu(num_nodes, mean, most, 0, group.device).edge_index), num_nodes
+
+
 def same_partitioned(group: Group, small: bool) -> list[Result]:
     """Three layers of each kind, forward and backward, over a partitioned graph and over the whole one."""
-    num_nodes, mean, most = (500, 8.0, 50.0) if small else (100_000, 50.0, 5_000.0)
-    edge_index = _from_main(group, lambda: chung_lu(num_nodes, mean, most, 0, group.device).edge_index)
-    return _compared("partition", LAYERS, edge_index, num_nodes, group, small)
+    return _compared("partition", LAYERS, *_power_law(group, small), group, small)
 
 
 def same_hetero(group: Group, small: bool) -> list[Result]:
     """Three layers over a partitioned graph of two node types and over the whole one."""
-    num_nodes, mean, most = (500, 8.0, 50.0) if small else (100_000, 50.0, 5_000.0)
-    edge_index = _from_main(group, lambda: chung_lu(num_nodes, mean, most, 0, group.device).edge_index)
+    edge_index, num_nodes = _power_law(group, small)
     edges, sizes = _typed(edge_index, num_nodes)
     x, y = _features(num_nodes, WIDTH, group)
     whole = Inputs(dict(zip(sizes, x.split([*sizes.values()]))), edges, y[: sizes[FIRST]])
@@ -279,13 +283,10 @@ def _in_float64(make: Callable[[], nn.Module], inputs: Inputs, alone: Group) -> 
 
 def _errors(computed: list[Tensor], expected: list[Tensor]) -> dict[str, float]:
     """Relative errors by the Frobenius norm of logits, of the gradients of all features, and of all parameters."""
-    pairs = [(got.flatten().to(want.dtype), want.flatten()) for got, want in zip(computed, expected, strict=True)]
-    groups = {"logits": pairs[:1], "dx": pairs[1:-1], "dW": pairs[-1:]}
+    places = {"logits": slice(0, 1), "dx": slice(1, -1), "dW": slice(-1, None)}
     return {
-        name: float(
-            torch.cat([got - want for got, want in group]).norm() / torch.cat([want for _, want in group]).norm()
-        )
-        for name, group in groups.items()
+        name: relative_error(*(torch.cat([each.flatten() for each in part[place]]) for part in (computed, expected)))
+        for name, place in places.items()
     }
 
 
