@@ -16,9 +16,10 @@ import json
 import os
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import hydra
@@ -50,10 +51,8 @@ from benchmarks.table2_steps import (
     STEP_BY_STEP,
     SUMMED,
     Backend,
-    Disagreement,
     Reference,
     Setup,
-    StepPace,
     TaskBatches,
     measure,
 )
@@ -102,45 +101,30 @@ class Cell:
     task: dict[str, Any]
 
 
-@dataclass(frozen=True)
-class Options:
-    """The keys of `benchmarks/configs/table2.yaml`, explained there; `model_name` is the choice of `model`.
-
-    Raises:
-        ValueError: A value is out of range.
-    """
-
-    model_name: str
-    model: dict[str, Any]
-    optimizer: dict[str, Any]
-    datasets: list[str]
-    backends: list[str]
-    convs: dict[str, str]
-    batch_size: int
-    num_batches: int
-    arguments: dict[str, Any]
-    pace: StepPace
-    device: torch.device
-    limit_s: float | None
-    total_limit_s: float
-    folder: Path
-    summary: bool
+class Options(SimpleNamespace):
+    """The keys of `benchmarks/configs/table2.yaml`, explained there; `model_name` is the choice of `model`."""
 
     @staticmethod
     def of(config: Mapping[str, Any], model_name: str) -> Options:
-        """From a resolved config."""
-        values = {**config, "model_name": model_name, "pace": StepPace(**config["pace"])}
-        values["device"] = device_of(values["device"])
-        values["folder"] = Path(values["folder"] or default_folder("table2", values["device"]))
+        """Return the options of a resolved config.
+
+        Raises:
+            ValueError: A value is out of range.
+        """
+        pace, device = SimpleNamespace(**config["pace"]), device_of(config["device"])
         for name in ("batch_size", "num_batches"):
-            check_range(name, values[name], 1)
-        return Options(**{field.name: values[field.name] for field in fields(Options)})
+            check_range(name, config[name], 1)
+        check_range("warm_up", pace.warm_up, 1)
+        check_range("steps", pace.steps, pace.warm_up + 1)
+        check_range("rounds", pace.rounds, 0)
+        folder = Path(config["folder"] or default_folder("table2", device))
+        return Options(**{**config, "model_name": model_name, "pace": pace, "device": device, "folder": folder})
 
     @property
     def setting(self) -> str:
         """Digest of all that a time depends on beside the data set and the backend: rows of another are not its own."""
         # How often turns are taken makes a time steadier, not another one.
-        pace = {name: value for name, value in asdict(self.pace).items() if name != "rounds"}
+        pace = {name: value for name, value in vars(self.pace).items() if name != "rounds"}
         of_all = self.model, self.optimizer, self.batch_size, self.num_batches, self.arguments, pace
         return hashlib.sha256(json.dumps(of_all, sort_keys=True, default=str).encode()).hexdigest()[:8]
 
@@ -162,16 +146,8 @@ class Options:
         if trainer["loader"] is not None:
             arguments = {**self.arguments, "num_train": self.batch_size * self.num_batches}
             task.update({name: value for name, value in arguments.items() if name in task})
-        return Cell(
-            dataset,
-            Backend(
-                backend,
-                **config["backend"],
-                compile=trainer["compile"],
-                cuda_graph=trainer["cuda_graph"],
-            ),
-            task,
-        )
+        options = {**config["backend"], "compile": trainer["compile"], "cuda_graph": trainer["cuda_graph"]}
+        return Cell(dataset, Backend(backend, **options), task)
 
 
 def work(options: Options, cells: Sequence[Cell]) -> Iterator[Message]:
@@ -195,10 +171,8 @@ def work(options: Options, cells: Sequence[Cell]) -> Iterator[Message]:
         setup = Setup(options.model, options.optimizer, source, options.pace, options.device)
         try:
             columns, own = measure(cell.backend, setup, reference)
-            yield {**base, "status": "ok", **columns}
+            yield {**base, **columns}
             reference = reference or own
-        except Disagreement as error:
-            yield {**base, "status": f"WRONG: {error}", **error.columns}
         except Exception as error:
             # A compiler raises anything, and the other cells go on.
             yield {**base, "status": reason(error)}
