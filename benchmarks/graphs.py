@@ -1,6 +1,7 @@
 """The graphs that timings run on, by name: seeded generators and real data files, each with its recorded size.
 
-``a`` to ``e``, ``p`` and ``h`` are the graphs of the targets, ``h_flat`` is ``h`` without its hub. A name that ends in
+``a`` to ``e``, ``p`` and ``h`` are the graphs of the targets: like a batch of PATTERN, Cora, Reddit, ogbn-proteins, a
+batch of MNIST superpixels, ogbn-products, and a graph with one hub; ``h_flat`` is ``h`` without it. A name that ends in
 ``_like`` is generated to the published size of that data set; ``name@64`` is a batch of 64 graphs instead of 1,024; the
 others are real. ``name+rcm`` is a graph whose nodes are reordered by a method of :mod:`pyg_dfgnn.graph.reorder`.
 """
@@ -144,7 +145,6 @@ class Recipe:
     """How one graph is made and what it must look like.
 
     Attributes:
-        stands_for: The data set.
         build: Makes the edges from ``arguments`` and a device.
         arguments: Of ``build``.
         num_nodes: Published or recorded.
@@ -156,7 +156,6 @@ class Recipe:
         order: Method that reorders the nodes; '' keeps them as they are made.
     """
 
-    stands_for: str
     build: Callable[..., GeneratedEdges | TypedEdges]
     arguments: dict[str, Any]
     num_nodes: int
@@ -174,56 +173,48 @@ class Recipe:
 
 _TARGET_GRAPHS: dict[str, Recipe] = {
     "a": Recipe(
-        "PATTERN batch",
         random_graph_batch,
         dict(num_graphs=1024, min_nodes=80, max_nodes=158, probability=0.43, seed=0),
         122_039, 6_441_672, 89,
         dict(num_graphs=2, min_nodes=8, max_nodes=16),
     ),
     "b": Recipe(
-        "Cora",
         chung_lu,
         dict(num_nodes=2708, mean_degree=4.05, max_degree=215, seed=1),
         2_708, 10_880, 205,
         dict(num_nodes=60, max_degree=20),
     ),
     "c": Recipe(
-        "Reddit",
         chung_lu,
         dict(num_nodes=232_965, mean_degree=500, max_degree=24_000, seed=2),
         232_965, 115_842_382, 21_937,
         dict(num_nodes=200, mean_degree=10, max_degree=80),
     ),
     "d": Recipe(
-        "ogbn-proteins",
         chung_lu,
         dict(num_nodes=132_534, mean_degree=607, max_degree=8200, seed=3),
         132_534, 79_880_426, 8_094,
         dict(num_nodes=150, mean_degree=12, max_degree=60),
     ),
     "e": Recipe(
-        "MNIST superpixel batch",
         nearest_neighbour_batch,
         dict(num_graphs=1024, num_points=71, num_neighbours=8, seed=0),
         72_704, 581_632, 8,
         dict(num_graphs=3, num_points=12),
     ),
     "p": Recipe(
-        "ogbn-products",
         log_normal_chung_lu,
         dict(num_nodes=2_449_029, mean_degree=50.75, max_degree=17_600, sigma=1.21, num_hubs=3, seed=7),
         2_449_029, 124_262_288, 17_390,
         dict(num_nodes=300, mean_degree=8, max_degree=60),
     ),
     "h": Recipe(
-        "a graph with one hub",
         chung_lu_with_hub,
         dict(num_nodes=2_890_331, mean_degree=8.27, max_degree=100_000, hub_degree=1_000_000, seed=9),
         2_890_331, 25_893_690, 1_000_000,
         dict(num_nodes=300, max_degree=30, hub_degree=200),
     ),
     "h_flat": Recipe(
-        "that graph without the hub",
         chung_lu,
         dict(num_nodes=2_890_331, mean_degree=8.27, max_degree=100_000, seed=9),
         2_890_331, 23_893_690, None,
@@ -232,12 +223,10 @@ _TARGET_GRAPHS: dict[str, Recipe] = {
 }  # fmt: skip
 
 
-def _batch(
-    stands_for: str, build: Callable[..., GeneratedEdges], nodes: float, edges: float, **arguments: Any
-) -> Recipe:
+def _batch(build: Callable[..., GeneratedEdges], nodes: float, edges: float, **arguments: Any) -> Recipe:
     """A batch of graphs with the published mean number of nodes and directed edges."""
     return Recipe(
-        stands_for, build, dict(num_graphs=BATCH, **arguments), round(BATCH * nodes), round(BATCH * edges), None,
+        build, dict(num_graphs=BATCH, **arguments), round(BATCH * nodes), round(BATCH * edges), None,
         dict(num_graphs=2), tolerance=(0.03, 0.07, 0.0),
     )  # fmt: skip
 
@@ -274,27 +263,22 @@ def _real(load: Callable[..., Task], name: str, num_nodes: int, num_edges: int, 
     arguments = dict(load=load, name=name, download=False)
     small = dict(num_nodes=60, mean_degree=6, max_degree=20, seed=0)
     size = (num_nodes, num_edges, max_degree)
-    return Recipe(name, network, arguments, *size, small, chung_lu, tolerance=(0.0, 0.0, 0.0))
+    return Recipe(network, arguments, *size, small, chung_lu, tolerance=(0.0, 0.0, 0.0))
 
 
 _BATCHES: dict[str, Recipe] = {
-    "mnist_like": _batch(
-        "MNIST superpixels", superpixel_batch, 70.6, 564.0, min_nodes=40, max_nodes=75, mean_nodes=70.6, seed=0
-    ),
-    "cifar10_like": _batch(
-        "CIFAR10 superpixels", superpixel_batch, 117.6, 941.0, min_nodes=85, max_nodes=150, mean_nodes=117.6, seed=1
-    ),
-    "cluster_like": _batch("CLUSTER", task_batch, 117.0, 4303.0, make=cluster, seed=0),
-    "pattern_like": _batch("PATTERN", task_batch, 119.0, 6079.0, make=pattern, seed=0),
-    "voc_like": _batch("PascalVOC-SP", region_adjacency_batch, 479.40, 2710.48, mean_nodes=479.40, seed=0),
-    "coco_like": _batch("COCO-SP", region_adjacency_batch, 476.88, 2693.67, mean_nodes=476.88, seed=1),
+    "mnist_like": _batch(superpixel_batch, 70.6, 564.0, min_nodes=40, max_nodes=75, mean_nodes=70.6, seed=0),
+    "cifar10_like": _batch(superpixel_batch, 117.6, 941.0, min_nodes=85, max_nodes=150, mean_nodes=117.6, seed=1),
+    "cluster_like": _batch(task_batch, 117.0, 4303.0, make=cluster, seed=0),
+    "pattern_like": _batch(task_batch, 119.0, 6079.0, make=pattern, seed=0),
+    "voc_like": _batch(region_adjacency_batch, 479.40, 2710.48, mean_nodes=479.40, seed=0),
+    "coco_like": _batch(region_adjacency_batch, 476.88, 2693.67, mean_nodes=476.88, seed=1),
 }
 
 _FULL_GRAPHS: dict[str, Recipe] = {
     "reddit_like": _published(_TARGET_GRAPHS["c"], 232_965, 114_615_892, 21_657),
     "proteins_like": _published(_TARGET_GRAPHS["d"], 132_534, 79_122_504, 7_750),
     "ppa_like": Recipe(
-        "ogbl-ppa",
         log_normal_chung_lu,
         dict(num_nodes=576_289, mean_degree=73.8, max_degree=3_300, sigma=0.80, num_hubs=8, seed=4),
         576_289, 42_463_862, 3_241,
@@ -303,7 +287,6 @@ _FULL_GRAPHS: dict[str, Recipe] = {
     ),
     # No data set: what an order of the nodes can gain on a graph that is made of communities.
     "communities": Recipe(
-        "communities of 200 nodes",
         communities,
         dict(num_nodes=1_000_000, size=200, inside=20, outside=5, seed=5),
         1_000_000, 46_160_000, None,
@@ -326,7 +309,7 @@ def _typed(name: str, num_nodes: int, num_edges: int, max_degree: int | None, sc
     small = {**generated, "name": "BGS" if load else name, "scale": scale}
     build, arguments = (relational_network, dict(load, download=False)) if load else (relational_graph, generated)
     size = (num_nodes, num_edges, max_degree)
-    return Recipe(name, build, arguments, *size, small, relational_graph, tolerance=(0.0, 0.0, 0.0))
+    return Recipe(build, arguments, *size, small, relational_graph, tolerance=(0.0, 0.0, 0.0))
 
 
 _RELATIONAL: dict[str, Recipe] = {
