@@ -46,37 +46,29 @@ class Case(ABC):
 
     Attributes:
         op: Name of the operation, unique over all families.
+        size: As a config and the result files write it, such as ``1x128``.
+        form: Regular expression that a size matches, and its description.
         titles: Name of an operation -> its layer in tables and figures.
         family: Name of the family in the table of tolerances.
         dispatched: Family of kernels that the operation chooses from; None: its layer chooses.
         backward: Passes of its backward pass.
+
+    Raises:
+        ValueError: The size has another form.
     """
 
     op: str
+    size: str
 
+    form: ClassVar[tuple[str, str]]
     titles: ClassVar[Mapping[str, str]]
     family: ClassVar[str]
     dispatched: ClassVar[dispatch.Family | None] = None
     backward: ClassVar[tuple[str, ...]] = dispatch.BACKWARD
 
-    @staticmethod
-    @abstractmethod
-    def dims(size: str) -> dict[str, int]:
-        """The fields that a size in a config stands for.
-
-        Raises:
-            ValueError: The size has another form.
-        """
-
-    @classmethod
-    def of(cls, op: str, size: str) -> Case:
-        """The case of an operation and a size; raises a ValueError for a size of another form."""
-        return cls(op, **cls.dims(size))
-
-    @property
-    @abstractmethod
-    def size(self) -> str:
-        """Its size, as a config and the result files write it, such as ``1x128``."""
+    def __post_init__(self) -> None:
+        if not re.fullmatch(self.form[0], self.size):
+            raise ValueError(f"'sizes' needs a list of {self.form[1]} (got {self.size!r})")
 
     @property
     @abstractmethod
@@ -103,8 +95,8 @@ class Case(ABC):
         """Name -> role of every differentiable input: what its first axis is, "src", "dst", "edge" or "param"."""
 
     @abstractmethod
-    def shape(self, name: str, graph: EdgeList) -> tuple[int, ...]:
-        """Shape of an input on a graph."""
+    def shapes(self, graph: EdgeList) -> dict[str, tuple[int, ...]]:
+        """Name -> shape of every differentiable input."""
 
     @abstractmethod
     def make_inputs(self, graph: EdgeList) -> Inputs:
@@ -151,7 +143,7 @@ class Case(ABC):
             direction: "fwd", "bwd" or "fwd+bwd".
             itemsize: Bytes of a number.
         """
-        inputs = sum(prod(self.shape(name, graph)) for name in self.roles(graph))
+        inputs = sum(map(prod, self.shapes(graph).values()))
         passes = {"fwd": 1, "bwd": len(self.backward), "fwd+bwd": 1 + len(self.backward)}[direction]
         elements = passes * (inputs + graph.num_dst * self.width)
         if self.reads_inputs_again and direction != "fwd":
@@ -190,18 +182,15 @@ class Case(ABC):
 class HeadsCase(Case):
     """A case whose size is a number of heads and of channels of each."""
 
-    heads: int
-    channels: int
-
-    @staticmethod
-    def dims(size: str) -> dict[str, int]:
-        if not re.fullmatch(r"[1-9]\d*x[1-9]\d*", str(size)):
-            raise ValueError(f"'sizes' needs a list of heads x channels, such as [1x128,8x16] (got {size!r})")
-        return dict(zip(("heads", "channels"), map(int, size.split("x"))))
+    form = r"[1-9]\d*x[1-9]\d*", "heads x channels, such as [1x128,8x16]"
 
     @property
-    def size(self) -> str:
-        return f"{self.heads}x{self.channels}"
+    def heads(self) -> int:
+        return int(self.size.split("x")[0])
+
+    @property
+    def channels(self) -> int:
+        return int(self.size.split("x")[1])
 
     @property
     def width(self) -> int:

@@ -28,7 +28,7 @@ def case_of(op: str, size: str) -> Case:
         ValueError: The operation is unknown, or the size has another form.
     """
     check_choice("ops", op, tuple(FAMILY_OF))
-    return FAMILY_OF[op].case.of(op, size)
+    return FAMILY_OF[op].case(op, str(size))
 
 
 def implementation_of(op: str, name: str) -> Implementation | None:

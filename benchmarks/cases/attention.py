@@ -48,8 +48,9 @@ class AttentionCase(HeadsCase):
     def roles(self, graph: EdgeList) -> dict[str, str]:
         return problems.roles(self.op, own_targets=graph.num_src != graph.num_dst)
 
-    def shape(self, name: str, graph: EdgeList) -> tuple[int, ...]:
-        return problems.shape(name, self.roles(graph)[name], graph, self.heads, self.channels)
+    def shapes(self, graph: EdgeList) -> dict[str, tuple[int, ...]]:
+        size = graph, self.heads, self.channels
+        return {name: problems.shape(name, role, *size) for name, role in self.roles(graph).items()}
 
     def make_inputs(self, graph: EdgeList) -> Inputs:
         generator = torch.Generator(device=graph.device).manual_seed(0)

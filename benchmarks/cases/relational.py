@@ -34,7 +34,6 @@ from pyg_dfgnn.ops.relational import apply, index_space_of, prepared_for
 from pyg_dfgnn.reference.oracle import Inputs, float64_reference
 from pyg_dfgnn.reference.zoo import EdgeList
 
-Shapes = Mapping[str, tuple[int, ...]]
 Run = Callable[[Relational, Inputs], Tensor]
 """(program, inputs) -> its output on the edges."""
 
@@ -208,8 +207,7 @@ class RelationalCase(HeadsCase):
         """Entry of the layer in :data:`LAYERS`."""
         return LAYERS[self.op]
 
-    def shapes(self, graph: EdgeList) -> Shapes:
-        """Shape of each input."""
+    def shapes(self, graph: EdgeList) -> dict[str, tuple[int, ...]]:
         types = 1 if graph.node_type is None or not graph.num_dst else int(graph.node_type[-1]) + 1
         relations, width, heads = graph.num_relations, self.width, self.heads
         sizes = {"W": width, "H": heads, "C": self.channels, "R": relations, "T": types, "1": 1}
@@ -219,9 +217,6 @@ class RelationalCase(HeadsCase):
 
     def roles(self, graph: EdgeList) -> dict[str, str]:
         return {name: "src" if name == "x" else "param" for name in self.shapes(graph)}
-
-    def shape(self, name: str, graph: EdgeList) -> tuple[int, ...]:
-        return self.shapes(graph)[name]
 
     def make_inputs(self, graph: EdgeList) -> Inputs:
         """Normal features, and weights that keep their size.

@@ -5,7 +5,6 @@ All of them take the same features and edges.
 
 from __future__ import annotations
 
-import re
 from dataclasses import dataclass
 from typing import Any
 
@@ -68,8 +67,7 @@ AGGREGATIONS = {
 class SegmentCase(Case):
     """One operation on features of one width."""
 
-    channels: int
-
+    form = r"[1-9]\d*", "numbers of features, such as [64,128]"
     titles = {name: aggregation.layer for name, aggregation in AGGREGATIONS.items()}
     family = "segment"
     dispatched = FAMILY
@@ -79,15 +77,9 @@ class SegmentCase(Case):
     def aggregation(self) -> Aggregation:
         return AGGREGATIONS[self.op]
 
-    @staticmethod
-    def dims(size: str) -> dict[str, int]:
-        if not re.fullmatch(r"[1-9]\d*", str(size)):
-            raise ValueError(f"'sizes' needs a list of numbers of features, such as [64,128] (got {size!r})")
-        return {"channels": int(size)}
-
     @property
-    def size(self) -> str:
-        return str(self.channels)
+    def channels(self) -> int:
+        return int(self.size)
 
     @property
     def width(self) -> int:
@@ -100,8 +92,9 @@ class SegmentCase(Case):
     def roles(self, graph: EdgeList) -> dict[str, str]:
         return {"x": "src", "edge": "edge"} if self.aggregation.weighted else {"x": "src"}
 
-    def shape(self, name: str, graph: EdgeList) -> tuple[int, ...]:
-        return (graph.num_src, self.channels) if name == "x" else (graph.num_edges,)
+    def shapes(self, graph: EdgeList) -> dict[str, tuple[int, ...]]:
+        shapes: dict[str, tuple[int, ...]] = {"x": (graph.num_src, self.channels), "edge": (graph.num_edges,)}
+        return {name: shapes[name] for name in self.roles(graph)}
 
     def make_inputs(self, graph: EdgeList) -> Inputs:
         """Multiples of 1/64 without 0.
@@ -111,8 +104,8 @@ class SegmentCase(Case):
         """
         generator = torch.Generator(device=graph.device).manual_seed(0)
         inputs = {}
-        for name in self.roles(graph):
-            drawn = torch.randn(self.shape(name, graph), generator=generator, device=graph.device)
+        for name, shape in self.shapes(graph).items():
+            drawn = torch.randn(shape, generator=generator, device=graph.device)
             drawn = drawn.mul_(64).round_().div_(64)
             inputs[name] = drawn.masked_fill_(drawn == 0, 1 / 64)
         return inputs

@@ -22,6 +22,6 @@ def test_all_states_and_implementations(tmp_path):
 
 @pytest.mark.parametrize("name", ["a", "c"])
 def test_flex_attention_has_the_right_gradients(name):
-    graph, case = benchmark_graph(name, "cuda", small=True), AttentionCase("dot", 2, 16)
+    graph, case = benchmark_graph(name, "cuda", small=True), AttentionCase("dot", "2x16")
     worst, error = results(Flex(), case, graph)[2].worst
     assert error < 2e-3, f"{worst}: {error:.2e}"

@@ -154,7 +154,7 @@ def test_a_tiny_version_of_each_experiment_runs_on_a_cpu(name, tmp_path, capsys)
 @pytest.mark.parametrize("heads", [1, 4])
 @pytest.mark.parametrize("score", SCORES)
 def test_implementations_agree_with_float64(implementation, heads, score):
-    graph, case = benchmark_graph("c", "cpu", small=True), AttentionCase(score, heads, 16)
+    graph, case = benchmark_graph("c", "cpu", small=True), AttentionCase(score, f"{heads}x16")
     reasons = implementation.reasons(case, graph)
     if reasons:
         pytest.skip("; ".join(reasons))
@@ -168,13 +168,13 @@ class _ManyEdges(EdgeList):
 
 def test_a_mask_that_cannot_fit_is_a_reason():
     graph = _ManyEdges("c", torch.zeros(2, 1, dtype=torch.long), 232_965, 232_965)
-    case = AttentionCase("dot", 1, 128)
+    case = AttentionCase("dot", "1x128")
     assert Flex().reasons(case, graph) == ["its mask needs 54 GB"]
 
 
 @pytest.mark.parametrize("name", ["a", "c", "mnist_like"])
 def test_flex_attention_agrees_with_float64(name):
-    graph, case = benchmark_graph(name, "cpu", small=True), AttentionCase("dot", 2, 16)
+    graph, case = benchmark_graph(name, "cpu", small=True), AttentionCase("dot", "2x16")
     inputs, grad_out = rounded_problem(case, graph, "float32")
     expected = {"out": case.reference(graph, inputs, grad_out)["out"]}
     with torch.no_grad():
@@ -184,8 +184,8 @@ def test_flex_attention_agrees_with_float64(name):
 
 def test_reasons_are_sentences():
     graph = benchmark_graph("b", "cpu", small=True)
-    assert PyGAttention().reasons(AttentionCase("cosine", 8, 16), graph) == ["AGNNConv has one head"]
-    assert "SDDMM" in Unfused().reasons(AttentionCase("gatv2", 1, 16), graph)[0]
+    assert PyGAttention().reasons(AttentionCase("cosine", "8x16"), graph) == ["AGNNConv has one head"]
+    assert "SDDMM" in Unfused().reasons(AttentionCase("gatv2", "1x16"), graph)[0]
 
 
 @pytest.mark.parametrize("kind", [PyGAttention, Fused])
@@ -417,7 +417,7 @@ def test_nothing_timed_draws_nothing(tmp_path):
 
 
 def test_traffic_of_a_graph_transformer():
-    graph, case = benchmark_graph("e", "cpu"), AttentionCase("dot", 1, 128)
+    graph, case = benchmark_graph("e", "cpu"), AttentionCase("dot", "1x128")
     nodes, edges = graph.num_dst, graph.num_edges
     forward = 4 * nodes * 128 * 4 + 4 * edges + 4 * nodes
     assert case.compulsory_bytes(graph, "fwd", 4) == forward

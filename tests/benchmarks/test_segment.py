@@ -56,7 +56,7 @@ def test_implementations_agree_with_float64(implementation, op, name):
 
 @pytest.mark.parametrize("op", AGGREGATIONS)
 def test_traffic(op):
-    graph, case = benchmark_graph("e", "cpu"), SegmentCase(op, 128)
+    graph, case = benchmark_graph("e", "cpu"), SegmentCase(op, "128")
     forward, backward, both = (case.compulsory_bytes(graph, name, 4) for name in ("fwd", "bwd", "fwd+bwd"))
     assert both == forward + backward and backward >= forward
     if op == "sum":

@@ -405,7 +405,7 @@ def test_host_time_of_a_launch():
     from benchmarks.graphs import benchmark_graph, compressed
     from benchmarks.timing import Timer
 
-    graph, case, launches = benchmark_graph("b", DEVICE, small=True), AttentionCase("dot", 8, 16), []
+    graph, case, launches = benchmark_graph("b", DEVICE, small=True), AttentionCase("dot", "8x16"), []
     inputs = case.make_inputs(graph)
     with torch.no_grad(), launcher.override(lambda *launch: launches.append(launch)):
         case.fused(compressed(graph), inputs)
