@@ -88,14 +88,13 @@ class Steps:
         model: What is trained.
         batches: What each step takes.
         call: Takes a step on a batch, returns the loss.
-        note: What is special.
 
     Raises:
         UnsupportedError: The case has no such implementation.
     """
 
     def __init__(self, name: str, case: LoopCase, model: nn.Module, batches: Batches) -> None:
-        self.case, self.batches, self.note = case, batches, case.source().origin
+        self.case, self.batches = case, batches
         self.model = copy.deepcopy(model)
         if name.startswith("ours"):
             pyg_dfgnn.accelerate(self.model)
@@ -229,7 +228,7 @@ class Turns:
         try:
             with limited(self.config["warm_up_limit_s"]):
                 steps = Steps(name, self.case, model, self.batches)
-                row["note"] = steps.note
+                row["note"] = self.case.source().origin
                 loss = steps.take(steps.batches.take(0, 1))
                 first = loss, flat_gradient(steps.model)
                 errors = dict(zip(("loss", "gradient"), map(relative_error, first, reference)))
@@ -281,44 +280,35 @@ class Turns:
 
 def run(config: Mapping[str, Any]) -> int:
     """Measure what the config names; return the exit code, 2 where time ran out."""
-    device = device_of(config["device"])
-    folder = Path(config["folder"] or default_folder("", device, config["small"]))
-    cases, timer = cases_of(config), Timer(device)
-    # Compiled steps of one class but of several models count together.
-    dynamo_config.recompile_limit = 64
-    table = Table(folder / "loops.csv", FIELDS)
-    provenance = environment(device) | {"digest": source_digest((*MEASURED_ROOMS, "nn", "capture"))}
-    code = 0 if config["summary"] else _measure(cases, table, timer, config, provenance)
+    device, cases = device_of(config["device"]), cases_of(config)
+    table = Table(Path(config["folder"] or default_folder("", device, config["small"])) / "loops.csv", FIELDS)
+    code = 0 if config["summary"] else _measure(cases, table, Timer(device), config)
     print(summary(table.rows()))
     return code
 
 
-def _measure(
-    cases: Sequence[LoopCase], table: Table, timer: Timer, config: Mapping[str, Any], provenance: Mapping[str, str]
-) -> int:
+def _measure(cases: Sequence[LoopCase], table: Table, timer: Timer, config: Mapping[str, Any]) -> int:
     """Append the rows that are not there; return 2 where time ran out, else 0."""
+    # Compiled steps of one class but of several models count together.
+    dynamo_config.recompile_limit = 64
     progress = Progress(config["limit_s"])
+    provenance = environment(timer.device) | {"digest": source_digest((*MEASURED_ROOMS, "nn", "capture"))}
     done = {tuple(row[name] for name in KEY) for row in table.rows() if row["digest"] == provenance["digest"]}
-
-    def is_missing(row: dict[str, Any]) -> bool:
-        return tuple({**provenance, **row}[name] for name in KEY) not in done
-
-    def keep(rows: Sequence[dict[str, Any]]) -> None:
-        table.append({**provenance, "time": now(), **row} for row in rows)
-        print(*map(line, rows), sep="\n", flush=True)
-
     for case in cases:
-        key = {"loop": case.loop, "model": case.model, "size": case.size}
-        names = [name for name in config["implementations"] if is_missing({**key, "implementation": name})]
+        base: dict[str, Any] = {**provenance, "loop": case.loop, "model": case.model, "size": case.size}
+        keys = {name: tuple({**base, "implementation": name}[key] for key in KEY) for name in config["implementations"]}
+        names = [name for name, key in keys.items() if key not in done]
         if not names:
             continue
         if progress.is_over():
             return STOPPED_EARLY
         try:
-            rows = Turns(case, names, timer, config).measure()
+            measured = Turns(case, names, timer, config).measure()
         except Exception as error:
-            rows = {name: {"implementation": name, "status": reason(error)} for name in names}
-        keep([{**key, **rows[name]} for name in names])
+            measured = {name: {"implementation": name, "status": reason(error)} for name in names}
+        rows = [{**base, "time": now(), **measured[name]} for name in names]
+        table.append(rows)
+        print(*map(line, rows), sep="\n", flush=True)
         timer.release()
     return 0
 
