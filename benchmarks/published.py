@@ -1,18 +1,14 @@
 """Writes the numbers of the documents anew from the CSV files in ``results/``, and draws the figure of the README.
 
-python -m benchmarks.published           rewrite README.md and docs/, and draw docs/times_faster.png
-python -m benchmarks.published --check   only say which documents differ from the results; exit code 1 if any does
-
-A document holds a number of ours between the lines ``<!-- published: NAME -->`` and ``<!-- end -->``.
+``python -m benchmarks.published`` rewrites README.md and docs/, and draws docs/times_faster.png. A document holds a
+number of ours between the lines ``<!-- published: NAME -->`` and ``<!-- end -->``.
 """
 
 from __future__ import annotations
 
-import argparse
 import re
-import sys
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from statistics import geometric_mean
@@ -70,11 +66,6 @@ EDGE_NETWORKS = {
 """Models of that loop, with their titles."""
 
 
-def timings(name: str) -> list[Row]:
-    """Return the rows of an experiment."""
-    return [*Table.read(ROOT / "results" / "bench" / GPU / f"{name}.csv")]
-
-
 def _factors() -> dict[tuple[str, str], dict[str, dict[str, float]]]:
     """Key of :data:`LOOPS` -> way to train -> times faster than PyG's step by size and model; for "pyg" its ms."""
     rows = {
@@ -130,7 +121,8 @@ def edge_networks() -> str:
 
 def means() -> str:
     """Geometric means of the times faster than unfused calls over the data sets of the paper."""
-    return tables.means_table([row for name in ("fig9", "fig10a", "fig10b") for row in timings(name)], "unfused")
+    files = (ROOT / "results" / "bench" / GPU / f"{name}.csv" for name in ("fig9", "fig10a", "fig10b"))
+    return tables.means_table([row for file in files for row in Table.read(file)], "unfused")
 
 
 PROOFS = ("faults", "sanitizer", "determinism", "soak")
@@ -285,22 +277,16 @@ def draw(path: Path) -> None:
     figure.savefig(path, dpi=120)
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--check", action="store_true", help="write nothing")
-    options = parser.parse_args(arguments)
-    stale = [path for path in documents() if renewed(path.read_text()) != path.read_text()]
-    for path in stale:
-        print(f"{path.relative_to(ROOT)} differs from the results")
-        if not options.check:
-            path.write_text(renewed(path.read_text()))
-    if not options.check:
-        draw(FIGURE)
-        print(FIGURE.relative_to(ROOT))
-    elif not stale:
-        print("README.md and docs/ have the numbers of the results")
-    return int(options.check and bool(stale))
+def main() -> None:
+    """Write the documents that differ from the results, and the figure."""
+    for path in documents():
+        text = path.read_text()
+        if renewed(text) != text:
+            print(f"{path.relative_to(ROOT)} differs from the results")
+            path.write_text(renewed(text))
+    draw(FIGURE)
+    print(FIGURE.relative_to(ROOT))
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()
