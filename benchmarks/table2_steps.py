@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 from torch_geometric.data import Batch, Data
 
 import pyg_dfgnn
-from benchmarks.timing import Timer, Timing
+from benchmarks.timing import Timer, Timing, between_ms, mark
 from benchmarks.training import flat_gradient
 from pyg_dfgnn import nn as drop_ins
 from pyg_dfgnn.capture import Capacity, CapturedStep, Step
@@ -63,32 +63,23 @@ class Phases:
         self("start")
 
     def __call__(self, phase: str) -> None:
-        if not self.on_gpu:
-            self._ends[phase] = time.perf_counter()
-            return
-        capturing = torch.cuda.is_current_stream_capturing()
-        # Only an external event becomes a node of the graph, recorded anew by each replay.
-        event = torch.cuda.Event(enable_timing=True, external=capturing)
-        event.record()
+        capturing = self.on_gpu and torch.cuda.is_current_stream_capturing()
         if capturing and phase == "forward":
             self._captures.append({})
-        (self._captures[-1] if capturing else self._ends)[phase] = event
+        (self._captures[-1] if capturing else self._ends)[phase] = mark(self.on_gpu, external=capturing)
 
     def durations_ms(self) -> dict[str, float]:
         """Milliseconds of each phase of the last step, of those of the paper, and of the whole; the device is idle."""
         ends = {**self._replayed(), **self._ends}
         marks = ["start", *(phase for phase in PHASES if phase in ends)]
-        spans = {end: self._between_ms(ends[start], ends[end]) for start, end in zip(marks, marks[1:])}
-        whole = self._between_ms(ends["start"], ends[marks[-1]])
+        spans = {end: between_ms(ends[start], ends[end]) for start, end in zip(marks, marks[1:])}
+        whole = between_ms(ends["start"], ends[marks[-1]])
         return {**spans, "sum": sum(spans.get(phase, 0.0) for phase in SUMMED), "step": whole}
 
     def _replayed(self) -> dict[str, Any]:
         """The events of the capture that was replayed last, {} without captures."""
         start = self._ends["start"]
-        return max(self._captures, key=lambda ends: self._between_ms(start, ends["optimizer"]), default={})
-
-    def _between_ms(self, start: Any, end: Any) -> float:
-        return float(start.elapsed_time(end)) if self.on_gpu else 1e3 * (end - start)
+        return max(self._captures, key=lambda ends: between_ms(start, ends["optimizer"]), default={})
 
 
 @dataclass(frozen=True)

@@ -69,6 +69,23 @@ class Pace:
         return int(min(max(self.sampling_ms / max(call_ms, 1e-3), self.min_repetitions), self.max_repetitions))
 
 
+def mark(on_gpu: bool, *, external: bool = False) -> Any:
+    """Return this point in time: on a GPU an event that its stream records, elsewhere the wall clock.
+
+    Only an external event becomes a node of a graph that is captured, and is recorded anew by each replay.
+    """
+    if not on_gpu:
+        return time.perf_counter()
+    event = torch.cuda.Event(enable_timing=True, external=external)
+    event.record()
+    return event
+
+
+def between_ms(start: Any, end: Any) -> float:
+    """Return the milliseconds between two points in time that the device has reached."""
+    return 1e3 * (end - start) if isinstance(start, float) else float(start.elapsed_time(end))
+
+
 class Timer:
     """Times calls on one device: CUDA events on a GPU, a wall clock elsewhere."""
 
@@ -91,32 +108,18 @@ class Timer:
     def _samples(
         self, call: TimedCall, repetitions: int, before: TimedCall | None, host_ms: float = 0.0
     ) -> list[float]:
-        if not self.on_gpu:
-            samples = []
-            for _ in range(repetitions):
-                if before is not None:
-                    before()
-                started = time.perf_counter()
-                call()
-                samples.append(1e3 * (time.perf_counter() - started))
-            return samples
-        events = [
-            (torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)) for _ in range(repetitions)
-        ]
-        for position, (start, end) in enumerate(events):
-            self._head_start(position, host_ms)
+        spans = []
+        for position in range(repetitions):
+            if self.on_gpu and host_ms and position % HEAD_START_CALLS == 0:
+                # As long as the host needs for ten short calls.
+                cuda_sleep(int(HEAD_START_FACTOR * HEAD_START_CALLS * host_ms * CYCLES_PER_MS))
             if before is not None:
                 before()
-            start.record()
+            start = mark(self.on_gpu)
             call()
-            end.record()
+            spans.append((start, mark(self.on_gpu)))
         self.synchronize()
-        return [start.elapsed_time(end) for start, end in events]
-
-    def _head_start(self, position: int, host_ms: float) -> None:
-        """Lets the device wait before every tenth short call, as long as the host needs for ten."""
-        if self.on_gpu and host_ms and position % HEAD_START_CALLS == 0:
-            cuda_sleep(int(HEAD_START_FACTOR * HEAD_START_CALLS * host_ms * CYCLES_PER_MS))
+        return [between_ms(*span) for span in spans]
 
     def _warm_up(self, call: TimedCall) -> tuple[float, float]:
         """Milliseconds of one warm call on the device, and of the host for it; 0 for the host of a long call."""
