@@ -20,7 +20,7 @@ import pyg_dfgnn
 from benchmarks.timing import Timer, Timing, between_ms, mark
 from benchmarks.training import flat_gradient
 from pyg_dfgnn import nn as drop_ins
-from pyg_dfgnn.capture import Capacity, CapturedStep, Step
+from pyg_dfgnn.capture import Capacity, CapturedStep
 from pyg_dfgnn.datasets import Task
 from pyg_dfgnn.graph import Graph
 from pyg_dfgnn.reference.tolerances import relative_error
@@ -210,19 +210,6 @@ class Setup:
     pace: Any
     device: torch.device
 
-    def start(self, backend: Backend, state: Mapping[str, Tensor] | None) -> tuple[nn.Module, _Turns]:
-        """Return a model in this state, or in that of the seed, and its steps."""
-        torch.manual_seed(self.pace.seed)
-        convs = importlib.import_module(backend.convs)
-        model: nn.Module = make_model(partial(instantiate(self.model, _partial_=True), convs=convs), self.source.task)
-        model = model.to(self.device)
-        if state is not None:
-            model.load_state_dict(state)
-        phases = Phases(self.device)
-        optimizer = make_optimizer(self.optimizer, model, self.device)
-        step = _step(backend, model, optimizer, self.source, phases)
-        return model, _Turns(step, optimizer, self.source, backend.preparation(model), self.device, phases)
-
 
 def measure(backend: Backend, setup: Setup, reference: Reference | None) -> tuple[dict[str, Any], Reference]:
     """Take the steps of one backend from the initial state of the reference, compare them with it, and time them.
@@ -253,8 +240,8 @@ def measure(backend: Backend, setup: Setup, reference: Reference | None) -> tupl
         allocated = torch.cuda.memory_allocated(device)
     with pyg_dfgnn.local_settings(**backend.settings):
         state = None if reference is None else reference.state
-        model, turns = setup.start(backend, state)
-        state = {name: value.detach().cpu().clone() for name, value in model.state_dict().items()}
+        turns = _Turns(backend, setup, state)
+        state = {name: value.detach().cpu().clone() for name, value in turns.model.state_dict().items()}
         # At worst each batch is captured by itself, after steps without a capture.
         captures = (CapturedStep.WARM_UPS + 1) * len(source.batches) if backend.cuda_graph else 0
 
@@ -264,7 +251,7 @@ def measure(backend: Backend, setup: Setup, reference: Reference | None) -> tupl
             loss = turns(index)
             timer.synchronize()
             if index == 0:
-                first_step_s, gradient = time.perf_counter() - started, flat_gradient(model).cpu()
+                first_step_s, gradient = time.perf_counter() - started, flat_gradient(turns.model).cpu()
             losses.append(float(loss))
             if index >= max(pace.warm_up, captures):
                 spans.append(turns.phases.durations_ms())
@@ -283,7 +270,7 @@ def measure(backend: Backend, setup: Setup, reference: Reference | None) -> tupl
         if reference is not None and task.full_graph and pace.rounds:
             other = reference.backend
             with pyg_dfgnn.local_settings(**other.settings):
-                _, others = setup.start(other, reference.state)
+                others = _Turns(other, setup, reference.state)
                 for index in range(pace.warm_up):
                     others(index)
             spans, of_reference = [], []
@@ -318,9 +305,10 @@ def step_by_step(backend: Backend, setup: Setup, reference: Reference) -> dict[s
     full size of gradients that are rounding alone.
     """
     with pyg_dfgnn.local_settings(**reference.backend.settings):
-        other, others = setup.start(reference.backend, reference.state)
+        others = _Turns(reference.backend, setup, reference.state)
     with pyg_dfgnn.local_settings(**backend.settings):
-        model, turns = setup.start(backend, reference.state)
+        turns = _Turns(backend, setup, reference.state)
+    model, other = turns.model, others.model
     losses, expected = [], []
     updates: list[float] = []
     wanted: list[float] = []
@@ -343,66 +331,57 @@ def step_by_step(backend: Backend, setup: Setup, reference: Reference) -> dict[s
 
 
 def _step(
-    backend: Backend, model: nn.Module, optimizer: Optimizer, source: TaskBatches, phases: Phases
+    backend: Backend, model: nn.Module, optimizer: Optimizer, task: Task, data: Any, phases: Phases
 ) -> Callable[[Data], Tensor]:
-    task = source.task
     called: Any = model
     if backend.compile:
         # Compilations of one model class count together, and end in an error beyond a number.
         torch.compiler.reset()
         called = torch.compile(model, fullgraph=True, dynamic=not task.full_graph)
-
-    def make(data: Any) -> Step:
-        options: dict[str, Any] = {"loss_weights": task.loss_weights, "graph_level": task.level == "graph"}
-        return make_step(called, optimizer, data, captured=backend.cuda_graph, mark=phases, **options)
-
-    if not task.full_graph:
-        return make(Capacity.of(task.splits["train"], max(batch.num_graphs for batch in source.batches)))
-    steps: list[Step] = []
-
-    def step(graph: Data) -> Tensor:
-        # The graph reaches its device after this call of `_step`.
-        if not steps:
-            steps.append(make(graph))
-        return steps[0](graph)
-
-    return step
+    options: dict[str, Any] = {"loss_weights": task.loss_weights, "graph_level": task.level == "graph"}
+    return make_step(called, optimizer, data, captured=backend.cuda_graph, mark=phases, **options)
 
 
 class _Turns:
-    """One step after the other, each on the next batch.
+    """Steps of a backend, one after the other, each on the next batch, from a state or from that of the seed.
 
     One whole graph is moved and prepared once; batches by each step.
 
     Attributes:
+        model: The trained model.
+        optimizer: Its optimizer.
+        phases: Marks the phases of each step.
         once: Milliseconds of what is done once, phase by phase, each time that it was tried.
     """
 
-    def __init__(
-        self,
-        step: Callable[[Data], Tensor],
-        optimizer: Optimizer,
-        source: TaskBatches,
-        prepare: Prepare,
-        device: torch.device,
-        phases: Phases,
-    ) -> None:
-        self.step, self.optimizer, self.source, self.prepare = step, optimizer, source, prepare
-        self.device, self.phases = device, phases
+    def __init__(self, backend: Backend, setup: Setup, state: Mapping[str, Tensor] | None) -> None:
+        self.device, self.batches, task = setup.device, setup.source.batches, setup.source.task
+        torch.manual_seed(setup.pace.seed)
+        convs = importlib.import_module(backend.convs)
+        model: nn.Module = make_model(partial(instantiate(setup.model, _partial_=True), convs=convs), task)
+        self.model = model.to(self.device)
+        if state is not None:
+            self.model.load_state_dict(state)
+        self.optimizer = make_optimizer(setup.optimizer, self.model, self.device)
+        self.phases, self.prepare = Phases(self.device), backend.preparation(self.model)
         self.once: list[dict[str, float]] = []
         self._resident: Data | None = None
-        for _ in range(ONCE if source.task.full_graph else 0):
+        for _ in range(ONCE if task.full_graph else 0):
             self.phases.start()
-            self._resident = self._arrive(source.batches[0])
-            Timer(device).synchronize()
+            self._resident = self._arrive(self.batches[0])
+            Timer(self.device).synchronize()
             self.once.append(self.phases.durations_ms())
+        data: Any = self._resident
+        if data is None:
+            data = Capacity.of(task.splits["train"], max(batch.num_graphs for batch in self.batches))
+        self.step = _step(backend, self.model, self.optimizer, task, data, self.phases)
 
     def __call__(self, index: int) -> Tensor:
         """The loss of a step, on the device."""
         self.phases.start()
         batch = self._resident
         if batch is None:
-            batch = self._arrive(self.source.batches[index % len(self.source.batches)])
+            batch = self._arrive(self.batches[index % len(self.batches)])
         return self.step(batch)
 
     def take(self, count: int, timer: Timer) -> list[dict[str, float]]:
