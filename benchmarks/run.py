@@ -228,21 +228,17 @@ class Measurement:
             if base["status"] != "ok":
                 yield from ({**base, "direction": direction} for direction in directions)
                 return
-
-            def both() -> tuple[Tensor, ...]:
-                return torch.autograd.grad(forward(), leaves, self.grad_out)
-
-            if "fwd" in directions:
-                yield from self._times(forward, {**base, "direction": "fwd"})
-            if "fwd+bwd" in directions:
-                yield from self._times(both, {**base, "direction": "fwd+bwd"})
-            if "bwd" in directions:
-                out = forward()
-
-                def backward() -> tuple[Tensor, ...]:
-                    return torch.autograd.grad(out, leaves, self.grad_out, retain_graph=True)
-
-                yield self._timed({**base, "direction": "bwd", "state": "warm"}, self.timer.time(backward))
+            calls: dict[str, TimedCall] = {
+                "fwd": forward,
+                "fwd+bwd": lambda: torch.autograd.grad(forward(), leaves, self.grad_out),
+            }
+            for direction in directions:
+                row = {**base, "direction": direction}
+                if direction in calls:
+                    yield from self._times(calls[direction], row)
+                else:
+                    backward = partial(torch.autograd.grad, forward(), leaves, self.grad_out, retain_graph=True)
+                    yield self._timed({**row, "state": "warm"}, self.timer.time(backward))
 
     def _gate(self, out: Tensor, training: bool) -> dict[str, Any]:
         """Return the comparison with float64: status, the worst tensor, its error."""
