@@ -12,7 +12,7 @@ from torch import Tensor
 from torch_geometric.data import Batch, Data, HeteroData
 
 from pyg_dfgnn import datasets
-from pyg_dfgnn.datasets.generators import nearest
+from pyg_dfgnn.datasets.generators import generator_of, nearest
 
 POOL = 10
 """Different batches of a loop; each step takes a fresh copy of one."""
@@ -53,26 +53,19 @@ class HostBatches:
     origin: str = "generated"
 
 
-def rng(seed: int) -> torch.Generator:
-    """A generator of random numbers on the host."""
-    return torch.Generator().manual_seed(seed)
-
-
-def _batched(groups: list[list[Data]], origin: str = "generated") -> HostBatches:
+def _batched(groups: list[list[Data]], task: datasets.Task | None = None) -> HostBatches:
     for graph in (graph for group in groups for graph in group):
         graph.weight = torch.ones(1)
+    origin = "generated" if task is None or task.synthetic else task.name
     return HostBatches([Batch.from_data_list(group) for group in groups], groups, origin)
 
 
 def _grouped(graphs: Sequence[Data], batch_size: int) -> list[list[Data]]:
     """Graphs in random order, again and again, in groups."""
     count = POOL * batch_size
-    order = torch.cat([torch.randperm(len(graphs), generator=rng(i)) for i in range(-(-count // len(graphs)))])
+    rounds = range(-(-count // len(graphs)))
+    order = torch.cat([torch.randperm(len(graphs), generator=generator_of(i, "cpu")) for i in rounds])
     return [[graphs[i].clone() for i in part] for part in order[:count].view(POOL, batch_size).tolist()]
-
-
-def _origin(task: datasets.Task) -> str:
-    return "generated" if task.synthetic else task.name
 
 
 @cache
@@ -84,7 +77,7 @@ def molecules(batch_size: int) -> HostBatches:
         Data(x=graph.x[:, :-1].argmax(1), edge_index=graph.edge_index, edge_attr=graph.edge_attr.argmax(1), y=graph.y)
         for graph in task.splits["train"]
     ]
-    return _batched(_grouped(graphs, batch_size), _origin(task))
+    return _batched(_grouped(graphs, batch_size), task)
 
 
 @cache
@@ -104,13 +97,13 @@ def qm9(batch_size: int, form: str = "functions") -> HostBatches:
             more = {"pos": graph.pos} if form == "positions" else {"edge_attr": graph.edge_attr}
         x = graph.x if form == "lengths" else graph.x.argmax(1)
         graphs.append(Data(x=x, edge_index=graph.edge_index, y=graph.y, **more))
-    return _batched(_grouped(graphs, batch_size), _origin(task))
+    return _batched(_grouped(graphs, batch_size), task)
 
 
 @cache
 def superpixels(batch_size: int, nodes: int = 75) -> HostBatches:
     """Graphs of superpixels: each of `nodes` random points is joined to its 8 nearest."""
-    generator, groups = rng(3), []
+    generator, groups = generator_of(3, "cpu"), []
     for _ in range(POOL):
         points = torch.rand(batch_size, nodes, 2, generator=generator)
         near = torch.cdist(points, points).topk(9, largest=False)
@@ -158,7 +151,7 @@ def sample(
     Returns:
         Nodes of each type, nodes before each layer, and edges of each layer; nodes of a layer come before later ones.
     """
-    generator, start = rng(seed), relations[0][2]
+    generator, start = generator_of(seed, "cpu"), relations[0][2]
     place = {kind: torch.full((count,), -1) for kind, count in counts.items()}
     sizes = dict.fromkeys(counts, 0)
 
@@ -198,7 +191,7 @@ def sampled(seeds: int, fans: tuple[int, ...], small: bool) -> HostBatches:
         sizes, before, layers = sample(PRODUCTS, counts, seeds, fans, seed, blocks=True, log_degree=3.0)
         blocks = {f"edge_index_{i}": layer[PRODUCTS[0]] for i, layer in enumerate(layers)}
         rows = {f"rows_{i}": size["n"] for i, size in enumerate(before)}
-        generator = rng(seed)
+        generator = generator_of(seed, "cpu")
         x, y = torch.randn(sizes["n"], 100, generator=generator), torch.randint(47, (seeds,), generator=generator)
         batches.append(Data(x=x, y=y, **blocks, **rows))
     return HostBatches(batches)
@@ -217,7 +210,7 @@ def _sampled_types(
     for seed in range(POOL):
         counts = {kind: 500 for kind in nodes} if small else nodes
         sizes, _, layers = sample(relations, counts, seeds, fans, seed, blocks=False, log_degree=1.2)
-        generator, data = rng(seed), HeteroData()
+        generator, data = generator_of(seed, "cpu"), HeteroData()
         for kind, size in sizes.items():
             data[kind].x = torch.randn(size, 128, generator=generator)
         for relation in relations:
@@ -241,18 +234,16 @@ def sampled_mag_typed(seeds: int, fans: tuple[int, ...], small: bool) -> HostBat
 
 
 @cache
-def graphs(
-    nodes: int, edges: int, width: int, pool: int, relations: int = 1, edge_width: int = EDGE, power: float = 1.0
-) -> HostBatches:
+def graphs(nodes: int, edges: int, width: int, pool: int, relations: int = 1, power: float = 1.0) -> HostBatches:
     """Random graphs with features, edge features, types, classes and numbers to learn; the power skews degrees."""
     batches = []
     for seed in range(pool):
-        generator = rng(seed)
+        generator = generator_of(seed, "cpu")
         batches.append(
             Data(
                 x=torch.randn(nodes, width, generator=generator),
                 edge_index=(torch.rand(2, edges, generator=generator, dtype=torch.float64) ** power * nodes).long(),
-                edge_attr=torch.randn(edges, edge_width, generator=generator),
+                edge_attr=torch.randn(edges, EDGE, generator=generator),
                 edge_type=torch.randint(relations, (edges,), generator=generator),
                 y=torch.randint(7, (nodes,), generator=generator),
                 target=torch.randn(nodes, width, generator=generator),
@@ -264,7 +255,7 @@ def graphs(
 @cache
 def meshes(count: int, nodes: int, width: int, edge_width: int) -> HostBatches:
     """Meshes in one graph, each of points in a square that are joined to their 8 nearest, with features of both."""
-    generator = rng(5)
+    generator = generator_of(5, "cpu")
     points = torch.rand(count, nodes, 2, generator=generator)
     near = nearest(points, None, 8)
     first = torch.arange(count).view(-1, 1, 1) * nodes
@@ -272,15 +263,14 @@ def meshes(count: int, nodes: int, width: int, edge_width: int) -> HostBatches:
     x = torch.randn(count * nodes, width, generator=generator)
     edge_attr = torch.randn(edge_index.size(1), edge_width, generator=generator)
     target = torch.randn(count * nodes, width, generator=generator)
-    return HostBatches(
-        [Data(x=x, edge_index=edge_index, pos=points.view(-1, 2), edge_attr=edge_attr, target=target)], []
-    )
+    pos = points.view(-1, 2)
+    return HostBatches([Data(x=x, edge_index=edge_index, pos=pos, edge_attr=edge_attr, target=target)])
 
 
 @cache
 def series(nodes: int, edges: int, batch: int, steps: int) -> HostBatches:
     """Windows of a network of sensors `[batch, steps, nodes, 2]`; the edges are those of the first batch in all."""
-    generator = rng(4)
+    generator = generator_of(4, "cpu")
     edge_index = torch.randint(nodes, (2, edges), generator=generator)
     weight = torch.rand(edges, generator=generator)
     batches = []
@@ -296,7 +286,7 @@ def clouds(count: int, points: int) -> HostBatches:
     """Clouds of points `[count * points, 3]` and their classes."""
     batches = []
     for seed in range(POOL):
-        generator = rng(seed)
+        generator = generator_of(seed, "cpu")
         x = torch.randn(count * points, 3, generator=generator)
         batches.append(Data(x=x, y=torch.randint(40, (count,), generator=generator), num_clouds=count))
     return HostBatches(batches)
