@@ -18,7 +18,7 @@ from benchmarks.results import Rows, Table
 from benchmarks.tables import in_order, timed, times_faster
 
 DRAWN_DIRECTIONS = ("fwd", "fwd+bwd")
-"""Directions that have a row of panels; passes have one each where nothing was timed through autograd."""
+"""Directions that have a row of panels."""
 
 FIGURES = {
     "fig9": "Attention on batches of 1,024 graphs",
@@ -149,7 +149,6 @@ def panels_of(rows: Rows, baseline: str) -> dict[tuple[str, str], Panel]:
     rows = [row for row in rows if row["dtype"] == "float32"]
     shown, factors = timed(rows), times_faster(rows, baseline)
     directions = [name for name in DRAWN_DIRECTIONS if name in {row["direction"] for row in shown}]
-    directions = directions or list(dict.fromkeys(row["direction"] for row in shown))
     sizes = list(dict.fromkeys(row["size"] for row in shown))
     graphs = in_order(row["graph"] for row in shown)
     panels: dict[tuple[str, str], Panel] = {}

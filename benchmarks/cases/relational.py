@@ -238,21 +238,18 @@ class RelationalCase(HeadsCase):
         """A module of a namespace as a function of the inputs."""
         spec, edges = self.spec, CaseEdges.of(graph)
         module: nn.Module = spec.make(getattr(namespace, conv or spec.conv), self, edges).to(graph.device)
-        if not spec.is_hetero:
+        edge_index_dict, types = edges.edge_index_dict() if spec.is_hetero else {}, edges.metadata[0]
 
-            def call(inputs: Inputs) -> Tensor:
-                arguments = inputs["x"], edges.edge_index, edges.edge_type
-                return functional_call(module, spec.parameters(inputs, edges), arguments)  # type: ignore[no-any-return]
-
-            return call
-        edge_index_dict, types = edges.edge_index_dict(), edges.metadata[0]
-
-        def call_hetero(inputs: Inputs) -> Tensor:
-            x_dict = dict(zip(types, inputs["x"].split(edges.sizes)))
-            out = functional_call(module, spec.parameters(inputs, edges), (x_dict, edge_index_dict))
+        def call(inputs: Inputs) -> Tensor:
+            x, parameters = inputs["x"], spec.parameters(inputs, edges)
+            if not spec.is_hetero:
+                arguments = x, edges.edge_index, edges.edge_type
+                return functional_call(module, parameters, arguments)  # type: ignore[no-any-return]
+            x_dict = dict(zip(types, x.split(edges.sizes)))
+            out = functional_call(module, parameters, (x_dict, edge_index_dict))
             return torch.cat([out[kind] if kind in out else torch.zeros_like(x) for kind, x in x_dict.items()])
 
-        return call_hetero
+        return call
 
     def reference(self, graph: EdgeList, inputs: Inputs, grad_out: Tensor) -> dict[str, Tensor]:
         edges, num_types = CaseEdges.of(graph), len(CaseEdges.of(graph).sizes)

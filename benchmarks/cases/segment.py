@@ -34,33 +34,12 @@ from pyg_dfgnn.statements.segment import SUMS
 DTYPES_OF_BASELINES = ("float32", "bfloat16")
 
 
-@dataclass(frozen=True)
-class Aggregation:
-    """One operation of the family.
-
-    Attributes:
-        layer: Its name in tables and figures.
-        stats: Statistics that are asked for.
-        weighted: Whether each edge has a weight, whose gradient is computed too.
-    """
-
-    layer: str
-    stats: tuple[str, ...]
-    weighted: bool = False
-
-    @property
-    def is_linear(self) -> bool:
-        """Whether the output is linear in all inputs together."""
-        return set(self.stats) <= set(SUMS) and not self.weighted
-
-
-AGGREGATIONS = {
-    "sum": Aggregation("sum", ("sum",)),
-    "mean": Aggregation("mean", ("mean",)),
-    "max": Aggregation("max", ("max",)),
-    "statistics": Aggregation("mean+max+min+std", ("mean", "max", "min", "std")),
-    "weight": Aggregation("weighted sum", ("sum",), weighted=True),
+AGGREGATIONS: dict[str, tuple[str, ...]] = {
+    **{name: (name,) for name in ("sum", "mean", "max")},
+    "statistics": ("mean", "max", "min", "std"),
+    "weight": ("sum",),
 }
+"""Name of an operation -> statistics that are asked for; 'weight' gives each edge a weight with a gradient."""
 
 
 @dataclass(frozen=True)
@@ -68,14 +47,19 @@ class SegmentCase(Case):
     """One operation on features of one width."""
 
     form = r"[1-9]\d*", "numbers of features, such as [64,128]"
-    titles = {name: aggregation.layer for name, aggregation in AGGREGATIONS.items()}
+    titles = {name: "+".join(stats) for name, stats in AGGREGATIONS.items()} | {"weight": "weighted sum"}
     family = "segment"
     dispatched = FAMILY
     backward = ("sources",)
 
     @property
-    def aggregation(self) -> Aggregation:
+    def stats(self) -> tuple[str, ...]:
         return AGGREGATIONS[self.op]
+
+    @property
+    def message(self) -> str:
+        """Name of the function of an edge, whose results are aggregated."""
+        return "weight" if self.op == "weight" else "copy"
 
     @property
     def channels(self) -> int:
@@ -83,14 +67,14 @@ class SegmentCase(Case):
 
     @property
     def width(self) -> int:
-        return self.channels * len(self.aggregation.stats)
+        return self.channels * len(self.stats)
 
     @property
     def reads_inputs_again(self) -> bool:
-        return not self.aggregation.is_linear
+        return self.message == "weight" or not set(self.stats) <= set(SUMS)
 
     def roles(self, graph: EdgeList) -> dict[str, str]:
-        return {"x": "src", "edge": "edge"} if self.aggregation.weighted else {"x": "src"}
+        return {"x": "src", "edge": "edge"} if self.message == "weight" else {"x": "src"}
 
     def shapes(self, graph: EdgeList) -> dict[str, tuple[int, ...]]:
         shapes: dict[str, tuple[int, ...]] = {"x": (graph.num_src, self.channels), "edge": (graph.num_edges,)}
@@ -111,26 +95,22 @@ class SegmentCase(Case):
         return inputs
 
     def fused(self, graph: Graph, inputs: Inputs) -> Tensor:
-        message = "weight" if self.aggregation.weighted else "copy"
-        out = aggregate(graph, inputs["x"], self.aggregation.stats, message=message, edge=inputs.get("edge"))
+        out = aggregate(graph, inputs["x"], self.stats, message=self.message, edge=inputs.get("edge"))
         return out.flatten(1)
 
     def plain(self, edge_index: Tensor, num_dst: int, inputs: Inputs, keep: Tensor | None = None) -> Tensor:
         messages = self.messages(edge_index, inputs)
-        outputs = [
-            aggregation_resolver(stat)(messages, edge_index[1], dim_size=num_dst) for stat in self.aggregation.stats
-        ]
+        outputs = [aggregation_resolver(stat)(messages, edge_index[1], dim_size=num_dst) for stat in self.stats]
         return torch.cat(outputs, dim=1)
 
     def messages(self, edge_index: Tensor, inputs: Inputs) -> Tensor:
         """Return the message of each edge, [E, F]."""
         sent = inputs["x"].index_select(0, edge_index[0])
-        return sent * inputs["edge"].unsqueeze(1) if self.aggregation.weighted else sent
+        return sent * inputs["edge"].unsqueeze(1) if self.message == "weight" else sent
 
     def problem(self, dtype: str, device: torch.device) -> SegmentProblem:
         """Return the problem of this case for dispatch, in the dtype of that name."""
-        message = "weight" if self.aggregation.weighted else "copy"
-        return SegmentProblem(message, self.aggregation.stats, self.channels, DTYPES[dtype], device)
+        return SegmentProblem(self.message, self.stats, self.channels, DTYPES[dtype], device)
 
 
 class PyGSegment(Implementation):
@@ -141,7 +121,7 @@ class PyGSegment(Implementation):
     dtypes = DTYPES_OF_BASELINES
 
     def call(self, case: SegmentCase, graph: EdgeList, inputs: Inputs) -> Call:  # type: ignore[override]
-        stats = list(case.aggregation.stats)
+        stats = list(case.stats)
         module = MultiAggregation(stats) if len(stats) > 1 else aggregation_resolver(stats[0])
         module.to(graph.device)
 
@@ -186,7 +166,7 @@ class TorchCsr(Implementation):
 
     def prepare(self, case: SegmentCase, graph: EdgeList, inputs: Inputs) -> Forward:  # type: ignore[override]
         sparse = Sparse(graph.edge_index, graph.num_src, graph.num_dst)
-        if case.aggregation.weighted:
+        if case.message == "weight":
             return lambda: _Product.apply(sparse, inputs["edge"].index_select(0, sparse.order), None, None, inputs["x"])
         values = constant_values(case, sparse, inputs["x"].dtype)
         matrix, transposed = sparse.matrix(values), sparse.transposed(values)
@@ -225,7 +205,7 @@ class SegmentReduce(Implementation):
     def prepare(self, case: SegmentCase, graph: EdgeList, inputs: Inputs) -> Forward:  # type: ignore[override]
         sparse = Sparse(graph.edge_index, graph.num_src, graph.num_dst)
         is_empty = (sparse.row_offsets.diff() == 0).unsqueeze(1)
-        (stat,) = case.aggregation.stats
+        (stat,) = case.stats
 
         def forward() -> Tensor:
             messages = inputs["x"].index_select(0, sparse.col)
