@@ -1,7 +1,7 @@
 """PyG's attention convs on the unfused sequence: SDDMM, row softmax, SpMM (cuSPARSE on a GPU), one head at a time.
 
-A namespace for models, `convs: benchmarks.cases.unfused_nn`: parameters, initialisation and everything
-around attention are PyG's. What the sequence cannot do (attention dropout, edge features, sparse adjacencies) raises.
+A namespace for models, `convs: benchmarks.cases.unfused_nn`: parameters, initialisation and everything around attention
+are PyG's. Edges are a tensor [2, E] between nodes of one kind; attention dropout and edge features raise.
 """
 
 from __future__ import annotations
@@ -39,14 +39,8 @@ def compress(edge_index: Tensor, num_nodes: int, self_loops: bool = False) -> Sp
     return kept[key]
 
 
-def _refuse(module: torch.nn.Module, edge_index: Any, nodes: list[Tensor], edge_attr: Any = None) -> None:
-    reasons = []
-    if not isinstance(edge_index, Tensor) or edge_index.layout != torch.strided:
-        reasons.append("edge_index is no tensor [2, E]")
-    if any(tensor.size(0) != nodes[0].size(0) for tensor in nodes):
-        reasons.append("sources and targets are different nodes")
-    if edge_attr is not None:
-        reasons.append("edge_attr")
+def _refuse(module: torch.nn.Module, edge_attr: Tensor | None = None) -> None:
+    reasons = [] if edge_attr is None else ["edge_attr"]
     if module.training and getattr(module, "dropout", 0.0) > 0:
         # As the models of `configs/model` name it.
         name = "attention_dropout" if isinstance(module, conv.TransformerConv) else "dropout"
@@ -66,7 +60,7 @@ class TransformerConv(conv.TransformerConv):
 
     def propagate(self, edge_index: Tensor, size: Any = None, **tensors: Any) -> Tensor:
         query, key, value = (tensors[name] for name in ("query", "key", "value"))
-        _refuse(self, edge_index, [query, key], tensors["edge_attr"])
+        _refuse(self, tensors["edge_attr"])
         return unfused_attention(compress(edge_index, query.size(0)), "dot", (query, key, value))
 
 
@@ -83,7 +77,7 @@ class GATConv(conv.GATConv):
         self.self_loops = add_self_loops
 
     def edge_updater(self, edge_index: Tensor, size: Any = None, **tensors: Any) -> tuple[Tensor, Tensor]:
-        _refuse(self, edge_index, list(tensors["alpha"]), tensors["edge_attr"])
+        _refuse(self, tensors["edge_attr"])
         return tensors["alpha"]
 
     def propagate(self, edge_index: Tensor, size: Any = None, **tensors: Any) -> Tensor:
@@ -105,7 +99,7 @@ class AGNNConv(conv.AGNNConv):
 
     def forward(self, x: Tensor, edge_index: Any) -> Tensor:
         """Cosine attention of `x [N, F]` over `edge_index [2, E]`; the sequence normalises `x` itself."""
-        _refuse(self, edge_index, [x])
+        _refuse(self)
         sparse = compress(edge_index, x.size(0), self.self_loops)
         return unfused_attention(sparse, "cosine", (x[:, None],), self.beta)[:, 0]
 
