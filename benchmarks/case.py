@@ -220,13 +220,13 @@ class Implementation:
         """Why it is not run here, [] when it is."""
         return [] if self.ops is None or case.op in self.ops else [f"has no {case.layer}"]
 
-    def call(self, case: Case, graph: EdgeList, inputs: Inputs) -> Call:
-        """The output as a function of inputs like these; work that is done once per graph is done here."""
+    def call(self, case: Case, graph: EdgeList) -> Call:
+        """The output as a function of inputs; work that is done once per graph is done here."""
         raise NotImplementedError
 
     def prepare(self, case: Case, graph: EdgeList, inputs: Inputs) -> Forward:
         """A forward call on ``inputs``."""
-        return partial(self.call(case, graph, inputs), inputs)
+        return partial(self.call(case, graph), inputs)
 
 
 class TorchCompiled(Implementation):
@@ -240,7 +240,7 @@ class TorchCompiled(Implementation):
 
     def prepare(self, case: Case, graph: EdgeList, inputs: Inputs) -> Forward:
         torch.compiler.reset()
-        compiled = torch.compile(self.call(case, graph, inputs), backend=self.backend, dynamic=False)
+        compiled = torch.compile(self.call(case, graph), backend=self.backend, dynamic=False)
         return lambda: compiled(inputs)
 
 
@@ -253,7 +253,7 @@ class Fused(Implementation):
     error_bound = 0.0
     is_ours = True
 
-    def call(self, case: Case, graph: EdgeList, inputs: Inputs) -> Call:
+    def call(self, case: Case, graph: EdgeList) -> Call:
         return partial(case.fused, compressed(graph))
 
 

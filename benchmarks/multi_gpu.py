@@ -159,15 +159,11 @@ def _from_main(group: Group, make: Callable[[], Tensor]) -> Tensor:
 def _typed(edge_index: Tensor, num_nodes: int) -> tuple[dict[Any, Tensor], dict[str, int]]:
     """Return the edges of a graph by the types of their ends, its halves, and the sizes of these."""
     half = num_nodes // 2
-    sizes = {"a": half, "b": num_nodes - half}
-    places = (edge_index >= half).long()
-    edges = {}
-    for source in (0, 1):
-        for target in (0, 1):
-            ids = edge_index[:, (places[0] == source) & (places[1] == target)]
-            shift = torch.tensor([[source * half], [target * half]], device=ids.device)
-            edges[TYPES[source], "to", TYPES[target]] = ids - shift
-    return edges, sizes
+    node_type = (torch.arange(num_nodes, device=edge_index.device) >= half).long()
+    edge_type = 2 * node_type[edge_index[0]] + node_type[edge_index[1]]
+    names = [(source, "to", target) for source in TYPES for target in TYPES]
+    graph = Data(edge_index=edge_index, num_nodes=num_nodes).to_heterogeneous(node_type, edge_type, [*TYPES], names)
+    return graph.edge_index_dict, dict(zip(TYPES, (half, num_nodes - half)))
 
 
 def _power_law(group: Group, small: bool) -> tuple[Tensor, int]:

@@ -80,7 +80,7 @@ class PyGAttention(Implementation):
     def reasons(self, case: AttentionCase, graph: EdgeList) -> list[str]:  # type: ignore[override]
         return ["AGNNConv has one head"] if case.heads > 1 and _PYG_CALLS[case.op] is _agnn else []
 
-    def call(self, case: AttentionCase, graph: EdgeList, inputs: Inputs) -> Call:  # type: ignore[override]
+    def call(self, case: AttentionCase, graph: EdgeList) -> Call:  # type: ignore[override]
         call = _PYG_CALLS[case.op](case, graph)
         return lambda inputs: call(inputs).view(-1, case.heads, case.channels)
 

@@ -46,13 +46,15 @@ class CaseEdges:
         edge_index: Sources and targets [2, E].
         edge_type: Relation of each edge [E].
         num_relations: Number of relations R.
-        sizes: Number of nodes of each type; nodes of a type follow each other.
+        node_type: Type of each node [N]; nodes of a type follow each other.
+        sizes: Number of nodes of each type.
         ends: Source type and target type of each relation; of one without edges the first types.
     """
 
     edge_index: Tensor
     edge_type: Tensor
     num_relations: int
+    node_type: Tensor
     sizes: tuple[int, ...]
     ends: tuple[tuple[int, int], ...]
 
@@ -60,21 +62,13 @@ class CaseEdges:
     def of(graph: EdgeList) -> CaseEdges:
         """From a graph of the bench; without types it has one relation, or one node type."""
         edge_type = torch.zeros_like(graph.edge_index[0]) if graph.edge_type is None else graph.edge_type.long()
-        if graph.node_type is None:
-            sizes, ends = (graph.num_dst,), ((0, 0),) * graph.num_relations
-        else:
-            sizes = tuple(graph.node_type.bincount().tolist())
-            pair = torch.zeros(graph.num_relations, 2, dtype=torch.int64, device=edge_type.device)
-            # All edges of a relation write the same types.
-            pair[edge_type] = graph.node_type[graph.edge_index].t()
-            ends = tuple((source, target) for source, target in pair.tolist())
-        return CaseEdges(graph.edge_index, edge_type, graph.num_relations, sizes, ends)
-
-    @property
-    def node_type(self) -> Tensor:
-        """Type of each node [N]."""
-        device = self.edge_index.device
-        return torch.arange(len(self.sizes), device=device).repeat_interleave(torch.tensor(self.sizes, device=device))
+        node_type = edge_type.new_zeros(graph.num_dst) if graph.node_type is None else graph.node_type
+        pair = edge_type.new_zeros(graph.num_relations, 2)
+        # All edges of a relation write the same types.
+        pair[edge_type] = node_type[graph.edge_index].t()
+        ends = tuple((source, target) for source, target in pair.tolist())
+        sizes = tuple(node_type.bincount(minlength=1).tolist())
+        return CaseEdges(graph.edge_index, edge_type, graph.num_relations, node_type, sizes, ends)
 
     @property
     def reached(self) -> set[int]:
@@ -276,7 +270,7 @@ def _interpreted(rows: IndexSpace, program: Relational, inputs: Inputs) -> Tenso
 class Ours(Fused):
     """This package's drop-ins."""
 
-    def call(self, case: RelationalCase, graph: EdgeList, inputs: Inputs) -> Call:  # type: ignore[override]
+    def call(self, case: RelationalCase, graph: EdgeList) -> Call:  # type: ignore[override]
         return case.call(ours, graph)
 
 
@@ -291,7 +285,7 @@ class PyGRelational(Implementation):
     title = "PyG"
     conv = ""
 
-    def call(self, case: RelationalCase, graph: EdgeList, inputs: Inputs) -> Call:  # type: ignore[override]
+    def call(self, case: RelationalCase, graph: EdgeList) -> Call:  # type: ignore[override]
         return case.call(torch_geometric.nn, graph, self.conv)
 
 

@@ -120,7 +120,7 @@ class PyGSegment(Implementation):
     title = "PyG"
     dtypes = DTYPES_OF_BASELINES
 
-    def call(self, case: SegmentCase, graph: EdgeList, inputs: Inputs) -> Call:  # type: ignore[override]
+    def call(self, case: SegmentCase, graph: EdgeList) -> Call:  # type: ignore[override]
         stats = list(case.stats)
         module = MultiAggregation(stats) if len(stats) > 1 else aggregation_resolver(stats[0])
         module.to(graph.device)
