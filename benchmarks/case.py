@@ -137,11 +137,6 @@ class Case(ABC):
         """Bytes of inputs, output, their gradients, and the index of each pass, each touched once by each pass.
 
         GT forward: ``4 N D b + 4 E + 4 N``; forward and backward three times that, for 12 node tensors and 3 passes.
-
-        Args:
-            graph: The edges.
-            direction: "fwd", "bwd" or "fwd+bwd".
-            itemsize: Bytes of a number.
         """
         inputs = sum(map(prod, self.shapes(graph).values()))
         passes = {"fwd": 1, "bwd": len(self.backward), "fwd+bwd": 1 + len(self.backward)}[direction]

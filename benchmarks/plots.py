@@ -92,16 +92,7 @@ def draw_bars(axis: Any, groups: Sequence[Mapping[str, float]], labels: Sequence
 
 
 def speedup_figure(panels: Mapping[tuple[str, str], Panel], baseline: str, title: str) -> Any:
-    """Bars that start at 1, the baseline, on a logarithmic axis.
-
-    Args:
-        panels: (row, column) of a panel -> its bars, all by their names in the rows.
-        baseline: Name of what is compared with, in the rows.
-        title: Title of the figure.
-
-    Returns:
-        A matplotlib figure.
-    """
+    """Return a figure of panels by row and column, whose bars start at 1, the baseline, on a logarithmic axis."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
     from matplotlib.patches import Patch
@@ -163,13 +154,7 @@ def panels_of(rows: Rows, baseline: str) -> dict[tuple[str, str], Panel]:
 
 
 def figure_of(rows: Rows, baseline: str, name: str) -> Any:
-    """Return the figure of an experiment, of matplotlib; None where nothing was timed beside the baseline.
-
-    Args:
-        rows: The rows of its CSV.
-        baseline: What speed-ups compare with: an implementation or a schedule.
-        name: Name of the experiment.
-    """
+    """Return the figure of the rows of an experiment; None where nothing was timed beside the baseline."""
     panels = panels_of(rows, baseline)
     if not any(bars for panel in panels.values() for bars in panel.values()):
         return None

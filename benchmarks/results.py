@@ -61,16 +61,7 @@ def file_stem(device: torch.device, small: bool = False) -> str:
 
 
 def default_folder(kind: str, device: torch.device, small: bool = False) -> Path:
-    """Where results go if no folder is given: ``results`` keeps those of a GPU, ``outputs``, ignored by git, the rest.
-
-    Args:
-        kind: Of results, the name of the folder.
-        device: What was measured.
-        small: Whether on miniature graphs.
-
-    Returns:
-        The path, relative to the working directory.
-    """
+    """Return the default folder of a kind of results: ``results`` has those of a GPU, ``outputs`` the rest."""
     return Path("results" if device.type == "cuda" and not small else "outputs") / kind
 
 

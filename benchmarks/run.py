@@ -172,14 +172,7 @@ def graph_columns(graph: EdgeList) -> dict[str, Any]:
 
 
 class Measurement:
-    """All rows of one job: correctness first, then times.
-
-    Args:
-        job: What to measure.
-        problem: Its case on its graph, and what the results are compared with.
-        timer: The clock.
-        states: Which of 'warm', 'flushed' and 'replay' to time.
-    """
+    """All rows of one job on its problem: correctness first, then times in the given states of the cache."""
 
     def __init__(self, job: Job, problem: Problem, timer: Timer, states: Sequence[str]) -> None:
         graph = problem.graph

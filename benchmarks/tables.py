@@ -185,13 +185,7 @@ def line(row: Row) -> str:
 
 
 def summary(rows: Rows, baseline: str, speedups: bool) -> str:
-    """All tables of an experiment.
-
-    Args:
-        rows: The rows of its CSV.
-        baseline: What speed-ups compare with: an implementation or a schedule.
-        speedups: Whether times are compared at all.
-    """
+    """Return all tables of the rows of an experiment; those that compare with the baseline only with ``speedups``."""
     states = {row["state"] for row in rows}
     parts = [(f"{title}, median ms", times_table(rows, state)) for state, title in STATES.items() if state in states]
     if speedups:

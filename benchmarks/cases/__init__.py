@@ -18,15 +18,7 @@ OURS = frozenset(name for family in FAMILIES for name, kind in family.implementa
 
 
 def case_of(op: str, size: str) -> Case:
-    """The case of an operation and a size.
-
-    Args:
-        op: Name of an operation of any family.
-        size: Size as the family writes it.
-
-    Raises:
-        ValueError: The operation is unknown, or the size has another form.
-    """
+    """Return the case of an operation of any family; raise a ValueError where there is none, or none of such a size."""
     check_choice("ops", op, tuple(FAMILY_OF))
     return FAMILY_OF[op].case(op, str(size))
 

@@ -1,7 +1,8 @@
 """PyG's attention convs on the unfused sequence: SDDMM, row softmax, SpMM (cuSPARSE on a GPU), one head at a time.
 
 A namespace for models, `convs: benchmarks.cases.unfused_nn`: parameters, initialisation and everything around attention
-are PyG's. Edges are a tensor [2, E] between nodes of one kind; attention dropout and edge features raise.
+are PyG's. Edges are a tensor [2, E] between nodes of one kind; attention dropout and edge features raise
+:class:`~pyg_dfgnn.errors.UnsupportedError`.
 """
 
 from __future__ import annotations
@@ -52,11 +53,7 @@ def _refuse(module: torch.nn.Module, edge_attr: Tensor | None = None) -> None:
 
 
 class TransformerConv(conv.TransformerConv):
-    """PyG's `TransformerConv` with unfused attention.
-
-    Raises:
-        UnsupportedError: On call, with what the sequence cannot do.
-    """
+    """PyG's `TransformerConv` with unfused attention."""
 
     def propagate(self, edge_index: Tensor, size: Any = None, **tensors: Any) -> Tensor:
         query, key, value = (tensors[name] for name in ("query", "key", "value"))
@@ -65,11 +62,7 @@ class TransformerConv(conv.TransformerConv):
 
 
 class GATConv(conv.GATConv):
-    """PyG's `GATConv` with unfused attention.
-
-    Raises:
-        UnsupportedError: On call, with what the sequence cannot do.
-    """
+    """PyG's `GATConv` with unfused attention."""
 
     def __init__(self, *args: Any, add_self_loops: bool = True, **kwargs: Any) -> None:
         # PyG would make new edges in each forward; here the loops belong to the CSR, which is made once.
@@ -87,11 +80,7 @@ class GATConv(conv.GATConv):
 
 
 class AGNNConv(conv.AGNNConv):
-    """PyG's `AGNNConv` with unfused attention.
-
-    Raises:
-        UnsupportedError: On call, with what the sequence cannot do.
-    """
+    """PyG's `AGNNConv` with unfused attention."""
 
     def __init__(self, requires_grad: bool = True, add_self_loops: bool = True, **kwargs: Any) -> None:
         super().__init__(requires_grad, add_self_loops=False, **kwargs)

@@ -177,14 +177,7 @@ def cases_of(config: Mapping[str, Any]) -> list[LoopCase]:
 
 
 class Turns:
-    """The implementations of one case, in turns.
-
-    Args:
-        case: What is measured.
-        names: Implementations; what they are compared with takes its turns too.
-        timer: The clock, with the device.
-        config: Of the experiment.
-    """
+    """The implementations of one case, and those that they are compared with, in turns."""
 
     def __init__(self, case: LoopCase, names: Sequence[str], timer: Timer, config: Mapping[str, Any]) -> None:
         needed = {"pyg", *names, *(BASELINE[name] for name in names)}
