@@ -78,66 +78,52 @@ class PyGAttention(Implementation):
     title = "PyG"
 
     def reasons(self, case: AttentionCase, graph: EdgeList) -> list[str]:  # type: ignore[override]
-        return ["AGNNConv has one head"] if case.heads > 1 and _PYG_CALLS[case.op] is _agnn else []
+        return ["AGNNConv has one head"] if case.heads > 1 and _PYG_CALLS[case.op][1] is _agnn else []
 
     def call(self, case: AttentionCase, graph: EdgeList) -> Call:  # type: ignore[override]
-        call = _PYG_CALLS[case.op](case, graph)
-        return lambda inputs: call(inputs).view(-1, case.heads, case.channels)
+        make, run = _PYG_CALLS[case.op]
+        conv, edges, size = make(case).to(graph.device), graph.edge_index, (graph.num_src, graph.num_dst)
+        return lambda inputs: run(conv, inputs, edges, size).view(-1, case.heads, case.channels)
 
 
-def _conv(kind: type[Any], graph: EdgeList, *args: Any, **options: Any) -> tuple[Any, Tensor, tuple[int, int]]:
-    """One of PyG's convs on the device of a graph, the edges, and the numbers of nodes."""
-    return kind(*args, **options).to(graph.device), graph.edge_index, (graph.num_src, graph.num_dst)
+Size = tuple[int, int]
+"""Numbers of sources and of targets."""
 
 
-def _transformer(case: AttentionCase, graph: EdgeList) -> Call:
-    conv, edges, size = _conv(nn.TransformerConv, graph, 1, case.channels, case.heads, root_weight=False)
-    return lambda inputs: conv.propagate(edges, **inputs, edge_attr=None, size=size)
+def _transformer(conv: Any, inputs: Inputs, edges: Tensor, size: Size) -> Tensor:
+    return conv.propagate(edges, **inputs, edge_attr=None, size=size)  # type: ignore[no-any-return]
 
 
-def _gat(case: AttentionCase, graph: EdgeList) -> Call:
-    options = {"add_self_loops": False, "negative_slope": NEGATIVE_SLOPE}
-    conv, edges, size = _conv(nn.GATConv, graph, 1, case.channels, case.heads, **options)
-
-    def call(inputs: Inputs) -> Tensor:
-        scalars = inputs["alpha_src"], inputs["alpha_dst"]
-        alpha = conv.edge_updater(edges, alpha=scalars, edge_attr=None, size=size)
-        return conv.propagate(edges, x=(inputs["value"], None), alpha=alpha, size=size)
-
-    return call
+def _gat(conv: Any, inputs: Inputs, edges: Tensor, size: Size) -> Tensor:
+    alpha = conv.edge_updater(edges, alpha=(inputs["alpha_src"], inputs["alpha_dst"]), edge_attr=None, size=size)
+    return conv.propagate(edges, x=(inputs["value"], None), alpha=alpha, size=size)  # type: ignore[no-any-return]
 
 
-def _agnn(case: AttentionCase, graph: EdgeList) -> Call:
-    conv, edges, size = _conv(nn.AGNNConv, graph, requires_grad=False, add_self_loops=False)
-
-    def call(inputs: Inputs) -> Tensor:
-        x = inputs["x_src"].view(-1, case.channels)
-        conv.beta = inputs["beta"]
-        return conv.propagate(edges, x=x, x_norm=F.normalize(x, p=2.0, dim=-1), size=size)
-
-    return call
+def _agnn(conv: Any, inputs: Inputs, edges: Tensor, size: Size) -> Tensor:
+    x, conv.beta = inputs["x_src"].flatten(1), inputs["beta"]
+    return conv.propagate(edges, x=x, x_norm=F.normalize(x, dim=-1), size=size)  # type: ignore[no-any-return]
 
 
-def _gatv2(case: AttentionCase, graph: EdgeList) -> Call:
-    options = {"add_self_loops": False, "negative_slope": NEGATIVE_SLOPE}
-    conv, edges, size = _conv(nn.GATv2Conv, graph, 1, case.channels, case.heads, **options)
+def _gatv2(conv: Any, inputs: Inputs, edges: Tensor, size: Size) -> Tensor:
+    x, conv.att = (inputs["x_src"], inputs["x_dst"]), inputs["att"][None]
+    alpha = conv.edge_updater(edges, x=x, edge_attr=None, size=size)
+    return conv.propagate(edges, x=x, alpha=alpha, size=size)  # type: ignore[no-any-return]
+
+
+def _gatv2_conv(case: AttentionCase) -> Any:
+    conv = nn.GATv2Conv(1, case.channels, case.heads, add_self_loops=False)
+    # Each call sets it to an input.
     del conv._parameters["att"]
-
-    def call(inputs: Inputs) -> Tensor:
-        conv.att = inputs["att"][None]
-        x = inputs["x_src"], inputs["x_dst"]
-        alpha = conv.edge_updater(edges, x=x, edge_attr=None, size=size)
-        return conv.propagate(edges, x=x, alpha=alpha, size=size)
-
-    return call
+    return conv
 
 
-_PYG_CALLS: dict[str, Callable[[AttentionCase, EdgeList], Call]] = {
-    "dot": _transformer,
-    "cosine": _agnn,
-    "add": _gat,
-    "gatv2": _gatv2,
+_PYG_CALLS: dict[str, tuple[Callable[[AttentionCase], Any], Callable[[Any, Inputs, Tensor, Size], Tensor]]] = {
+    "dot": (lambda case: nn.TransformerConv(1, case.channels, case.heads, root_weight=False), _transformer),
+    "cosine": (lambda case: nn.AGNNConv(requires_grad=False, add_self_loops=False), _agnn),
+    "add": (lambda case: nn.GATConv(1, case.channels, case.heads, add_self_loops=False), _gat),
+    "gatv2": (_gatv2_conv, _gatv2),
 }
+"""Score -> what makes its conv, and what calls the attention part of it."""
 
 
 class CompiledPyGAttention(TorchCompiled, PyGAttention):
