@@ -397,14 +397,14 @@ def compare_with_recipe(graph: EdgeList, recipe: Recipe) -> str:
     """One line with achieved and recorded sizes, ending in 'identical' or 'equivalent'; raises when neither holds."""
     achieved = (graph.num_src, graph.num_edges, graph.max_degree)
     recorded = (recipe.num_nodes, recipe.num_edges, recipe.max_degree)
-    pairs = ""
+    sizes = (
+        f"{name} {value:,} / {'-' if wished is None else format(wished, ',')}"
+        for name, value, wished in zip(("N", "E", "max degree"), achieved, recorded)
+    )
+    line = f"graph {graph.name}: {', '.join(sizes)}"
     if graph.edge_type is not None:
         rho = [ratio(compressed(graph), rows) for rows in ("source_relations", "target_relations")]
-        pairs = ", {} relations, rho_s {:.3f}, rho_d {:.3f}".format(graph.num_relations, *rho)
-    line = "graph {}: N {:,} / {:,}, E {:,} / {:,}, max degree {:,} / {}".format(
-        graph.name, *(value for pair in zip(achieved[:2], recorded[:2], strict=True) for value in pair),
-        graph.max_degree, "-" if recipe.max_degree is None else f"{recipe.max_degree:,}",
-    ) + pairs  # fmt: skip
+        line += ", {} relations, rho_s {:.3f}, rho_d {:.3f}".format(graph.num_relations, *rho)
     if achieved[:2] == recorded[:2] and recorded[2] in (None, achieved[2]):
         return f"{line}: identical"
     for value, wished, tolerance in zip(achieved, recorded, recipe.tolerance, strict=True):
