@@ -52,7 +52,6 @@ from benchmarks.table2_steps import (
     SUMMED,
     Backend,
     Reference,
-    Setup,
     TaskBatches,
     measure,
 )
@@ -168,9 +167,8 @@ def work(options: Options, cells: Sequence[Cell]) -> Iterator[Message]:
             continue
         yield None
         base = {**cell_columns(options, cell), **source_columns(source)}
-        setup = Setup(options.model, options.optimizer, source, options.pace, options.device)
         try:
-            columns, own = measure(cell.backend, setup, reference)
+            columns, own = measure(cell.backend, options, source, reference)
             yield {**base, **columns}
             reference = reference or own
         except Exception as error:

@@ -192,26 +192,9 @@ def effect_of_update(before: Sequence[Tensor], after: Iterable[Tensor], averages
     return float(sum((update * gradient).sum() for update, gradient in pairs))
 
 
-@dataclass(frozen=True)
-class Setup:
-    """Common setup of the steps of all backends on one data set.
-
-    Attributes:
-        model: Config of the model, instantiated with the numbers of features and classes, and the convs.
-        optimizer: Config of the optimizer, instantiated with the parameters.
-        source: The batches.
-        pace: How many steps, as `benchmarks/configs/table2.yaml` explains.
-        device: Where.
-    """
-
-    model: Any
-    optimizer: Any
-    source: TaskBatches
-    pace: Any
-    device: torch.device
-
-
-def measure(backend: Backend, setup: Setup, reference: Reference | None) -> tuple[dict[str, Any], Reference]:
+def measure(
+    backend: Backend, options: Any, source: TaskBatches, reference: Reference | None
+) -> tuple[dict[str, Any], Reference]:
     """Take the steps of one backend from the initial state of the reference, compare them with it, and time them.
 
     Training may carry a difference of rounding beyond any bound. Where the losses differ by more than `pace.bound`, the
@@ -220,7 +203,8 @@ def measure(backend: Backend, setup: Setup, reference: Reference | None) -> tupl
 
     Args:
         backend: Of the step.
-        setup: What is trained, on what.
+        options: Configs of model and optimizer, `pace` and `device`, as `benchmarks/configs/table2.yaml` explains them.
+        source: The batches.
         reference: What the losses must agree with; None: these steps become it.
 
     Returns:
@@ -231,7 +215,7 @@ def measure(backend: Backend, setup: Setup, reference: Reference | None) -> tupl
     Raises:
         UnsupportedError: The backend cannot run these steps.
     """
-    source, pace, device = setup.source, setup.pace, setup.device
+    pace, device = options.pace, options.device
     timer, task = Timer(device), source.task
     timer.release()
     allocated = 0
@@ -240,7 +224,7 @@ def measure(backend: Backend, setup: Setup, reference: Reference | None) -> tupl
         allocated = torch.cuda.memory_allocated(device)
     with pyg_dfgnn.local_settings(**backend.settings):
         state = None if reference is None else reference.state
-        turns = _Turns(backend, setup, state)
+        turns = _Turns(backend, options, source, state)
         state = {name: value.detach().cpu().clone() for name, value in turns.model.state_dict().items()}
         # At worst each batch is captured by itself, after steps without a capture.
         captures = (CapturedStep.WARM_UPS + 1) * len(source.batches) if backend.cuda_graph else 0
@@ -258,7 +242,7 @@ def measure(backend: Backend, setup: Setup, reference: Reference | None) -> tupl
         peak_mb = f"{(torch.cuda.max_memory_allocated(device) - allocated) / 1e6:.1f}" if timer.on_gpu else ""
         differences = {} if reference is None else reference.differences(losses, gradient)
         if reference is not None and differences["gradient_difference"] <= pace.bound < differences["loss_difference"]:
-            differences |= step_by_step(backend, setup, reference)
+            differences |= step_by_step(backend, options, source, reference)
         columns = {name: f"{value:.2e}" for name, value in differences.items()}
         own = Reference(backend, state, losses, gradient)
         if reference is not None and not agree(differences, pace.bound):
@@ -270,7 +254,7 @@ def measure(backend: Backend, setup: Setup, reference: Reference | None) -> tupl
         if reference is not None and task.full_graph and pace.rounds:
             other = reference.backend
             with pyg_dfgnn.local_settings(**other.settings):
-                others = _Turns(other, setup, reference.state)
+                others = _Turns(other, options, source, reference.state)
                 for index in range(pace.warm_up):
                     others(index)
             spans, of_reference = [], []
@@ -298,21 +282,21 @@ def measure(backend: Backend, setup: Setup, reference: Reference | None) -> tupl
     return columns, own
 
 
-def step_by_step(backend: Backend, setup: Setup, reference: Reference) -> dict[str, float]:
+def step_by_step(backend: Backend, options: Any, source: TaskBatches, reference: Reference) -> dict[str, float]:
     """Return the differences of a backend's steps, each of which starts from the parameters of the reference then.
 
     An update counts by what it does to the loss, its product with the average of the gradients: Adam makes steps of
     full size of gradients that are rounding alone.
     """
     with pyg_dfgnn.local_settings(**reference.backend.settings):
-        others = _Turns(reference.backend, setup, reference.state)
+        others = _Turns(reference.backend, options, source, reference.state)
     with pyg_dfgnn.local_settings(**backend.settings):
-        turns = _Turns(backend, setup, reference.state)
+        turns = _Turns(backend, options, source, reference.state)
     model, other = turns.model, others.model
     losses, expected = [], []
     updates: list[float] = []
     wanted: list[float] = []
-    for index in range(setup.pace.steps):
+    for index in range(options.pace.steps):
         with torch.no_grad():
             foreach_copy(list(model.parameters()), list(other.parameters()))
         before = [parameter.detach().clone() for parameter in model.parameters()]
@@ -354,15 +338,15 @@ class _Turns:
         once: Milliseconds of what is done once, phase by phase, each time that it was tried.
     """
 
-    def __init__(self, backend: Backend, setup: Setup, state: Mapping[str, Tensor] | None) -> None:
-        self.device, self.batches, task = setup.device, setup.source.batches, setup.source.task
-        torch.manual_seed(setup.pace.seed)
+    def __init__(self, backend: Backend, options: Any, source: TaskBatches, state: Mapping[str, Tensor] | None) -> None:
+        self.device, self.batches, task = options.device, source.batches, source.task
+        torch.manual_seed(options.pace.seed)
         convs = importlib.import_module(backend.convs)
-        model: nn.Module = make_model(partial(instantiate(setup.model, _partial_=True), convs=convs), task)
+        model: nn.Module = make_model(partial(instantiate(options.model, _partial_=True), convs=convs), task)
         self.model = model.to(self.device)
         if state is not None:
             self.model.load_state_dict(state)
-        self.optimizer = make_optimizer(setup.optimizer, self.model, self.device)
+        self.optimizer = make_optimizer(options.optimizer, self.model, self.device)
         self.phases, self.prepare = Phases(self.device), backend.preparation(self.model)
         self.once: list[dict[str, float]] = []
         self._resident: Data | None = None
