@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 import pyg_dfgnn
 import pyg_dfgnn.nn as convs
+from benchmarks.loops.cases import mlp
 from pyg_dfgnn import models
 
 FIRST, TYPES, RELATIONS, WIDTH, CLASSES = "a", ("a", "b"), 3, 64, 8
@@ -54,10 +55,6 @@ def _heads(conv: Any) -> Callable[[int, int], nn.Module]:
     return lambda i, o: conv(i, o // 8 if o > 8 else o, heads=8, concat=o > 8)
 
 
-def _mlp(inputs: int, outputs: int) -> nn.Module:
-    return nn.Sequential(nn.Linear(inputs, outputs), nn.SiLU(), nn.Linear(outputs, outputs))
-
-
 class Own(pyg.MessagePassing):
     """A layer of a user's own: a gate of both ends."""
 
@@ -78,7 +75,7 @@ LAYERS: dict[str, Callable[[Tensor], nn.Module]] = {
     "GCN": lambda _: Stack(convs.GCNConv),
     "SAGE": lambda _: Stack(convs.SAGEConv),
     "SAGE max": lambda _: Stack(partial(convs.SAGEConv, aggr="max")),
-    "GIN": lambda _: Stack(lambda i, o: convs.GINConv(_mlp(i, o))),
+    "GIN": lambda _: Stack(lambda i, o: convs.GINConv(mlp(i, o))),
     "GAT": lambda _: Stack(_heads(convs.GATConv)),
     "Transformer": lambda _: Stack(_heads(convs.TransformerConv)),
     "AGNN": lambda _: models.AGNN(WIDTH, CLASSES, convs, hidden_channels=128, layers=3, dropout=0.0),

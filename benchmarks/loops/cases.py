@@ -48,7 +48,8 @@ class LoopCase:
     trains: bool = True
 
 
-def _mlp(inputs: int, width: int) -> nn.Module:
+def mlp(inputs: int, width: int) -> nn.Module:
+    """Return two linear maps with a SiLU between them, whose results have a width."""
     return nn.Sequential(nn.Linear(inputs, width), nn.SiLU(), nn.Linear(width, width))
 
 
@@ -83,8 +84,8 @@ _call = _reads("x", "edge_index")
 
 GRAPH_LEVEL: dict[str, tuple[Callable[[int, Any], nn.Module], bool]] = {
     # (width, batch) -> conv, and whether it takes edge features.
-    "gin": (lambda w, _: pyg.GINConv(_mlp(w, w)), False),
-    "gine": (lambda w, _: pyg.GINEConv(_mlp(w, w)), True),
+    "gin": (lambda w, _: pyg.GINConv(mlp(w, w)), False),
+    "gine": (lambda w, _: pyg.GINEConv(mlp(w, w)), True),
     "gcn": (lambda w, _: pyg.GCNConv(w, w), False),
     "sage": (lambda w, _: pyg.SAGEConv(w, w), False),
     "gat": (lambda w, _: pyg.GATConv(w, w // 4, heads=4), False),
@@ -92,7 +93,7 @@ GRAPH_LEVEL: dict[str, tuple[Callable[[int, Any], nn.Module], bool]] = {
     "transformer": (lambda w, _: pyg.TransformerConv(w, w // 4, heads=4, edge_dim=w), True),
     "pna": (lambda w, batch: _pna(w, w, _in_degrees(batch), edge_dim=w, towers=4), True),
     "gatedgcn": (lambda w, _: layers.GatedGCN(w, w), True),
-    "gps": (lambda w, _: pyg.GPSConv(w, pyg.GINEConv(_mlp(w, w)), heads=4), True),
+    "gps": (lambda w, _: pyg.GPSConv(w, pyg.GINEConv(mlp(w, w)), heads=4), True),
 }
 
 
@@ -192,7 +193,7 @@ TWO_LAYERS: dict[str, Callable[[int, int, Any], nn.Module]] = {
     "gcn": lambda i, o, _: pyg.GCNConv(i, o),
     "sage": lambda i, o, _: pyg.SAGEConv(i, o),
     "sage_max": lambda i, o, _: pyg.SAGEConv(i, o, aggr="max"),
-    "gin": lambda i, o, _: pyg.GINConv(_mlp(i, o)),
+    "gin": lambda i, o, _: pyg.GINConv(mlp(i, o)),
     "graphconv": lambda i, o, _: pyg.GraphConv(i, o),
     "gat": lambda i, o, _: pyg.GATConv(i, o, heads=4, concat=False),
     "transformer": lambda i, o, _: pyg.TransformerConv(i, o, heads=4, concat=False),
@@ -247,7 +248,7 @@ def _dynamic(small: bool) -> Iterator[LoopCase]:
     source, size, call = partial(data.clouds, count, points), f"{count}x{points}-k{k}", _reads("x", "num_clouds")
 
     def edgeconv(_: Any) -> nn.Module:
-        return layers.Clouds(128, k, [pyg.EdgeConv(_mlp(6, 64)), pyg.EdgeConv(_mlp(128, 128))])
+        return layers.Clouds(128, k, [pyg.EdgeConv(mlp(6, 64)), pyg.EdgeConv(mlp(128, 128))])
 
     def point_transformer(_: Any) -> nn.Module:
         return layers.Clouds(64, k, [pyg.PointTransformerConv(3, 32), pyg.PointTransformerConv(32, 64)])
@@ -301,18 +302,18 @@ def _call_layer(model: nn.Module, batch: Any) -> Tensor:
 
 
 def _mlp_norm(inputs: int, width: int) -> nn.Module:
-    return nn.Sequential(*_mlp(inputs, width), nn.LayerNorm(width))  # type: ignore[misc]
+    return nn.Sequential(*mlp(inputs, width), nn.LayerNorm(width))  # type: ignore[misc]
 
 
 EDGE_NETWORKS: dict[str, tuple[Callable[[int, int], nn.Module], int]] = {
     # (width, width of edges) -> layer, and the width.
-    "edgeconv_max": (lambda w, _: layers.Adapted(pyg.EdgeConv(_mlp(2 * w, w)), 0, 1), 64),
-    "edgeconv_add": (lambda w, _: layers.Adapted(pyg.EdgeConv(_mlp(2 * w, w), aggr="add"), 0, 1), 64),
-    "egnn": (lambda w, _: layers.Equivariant(_mlp(2 * w + 1, w), _mlp(2 * w, w)), 64),
-    "cfconv": (lambda w, e: layers.Filtered(_mlp(e, w), nn.Linear(w, w)), 64),
+    "edgeconv_max": (lambda w, _: layers.Adapted(pyg.EdgeConv(mlp(2 * w, w)), 0, 1), 64),
+    "edgeconv_add": (lambda w, _: layers.Adapted(pyg.EdgeConv(mlp(2 * w, w), aggr="add"), 0, 1), 64),
+    "egnn": (lambda w, _: layers.Equivariant(mlp(2 * w + 1, w), mlp(2 * w, w)), 64),
+    "cfconv": (lambda w, e: layers.Filtered(mlp(e, w), nn.Linear(w, w)), 64),
     "meshgraphnet": (lambda w, e: layers.MeshBlock(_mlp_norm(2 * w + e, w), _mlp_norm(2 * w, w), e == w), 128),
-    "gates": (lambda w, _: layers.Gates(_mlp(2 * w, w), _mlp(2 * w, w)), 64),
-    "nnconv": (lambda w, e: layers.Adapted(pyg.NNConv(w, w, _mlp(e, w * w), aggr="mean"), 0, 1, 3), 16),
+    "gates": (lambda w, _: layers.Gates(mlp(2 * w, w), mlp(2 * w, w)), 64),
+    "nnconv": (lambda w, e: layers.Adapted(pyg.NNConv(w, w, mlp(e, w * w), aggr="mean"), 0, 1, 3), 16),
 }
 
 
