@@ -290,10 +290,7 @@ def rows_of_job(experiment: Experiment, job: Job) -> Iterator[dict[str, Any]]:
 
 
 def run(config: Mapping[str, Any]) -> int:
-    """Measures what the CSV of an experiment lacks, then prints its tables and draws its figure.
-
-    Args:
-        config: Composed from ``benchmarks/configs/bench.yaml``, resolved.
+    """Measure what the CSV of an experiment lacks, print its tables and draw its figure.
 
     Returns:
         0: all done; 1: a result of ours is wrong; 2: stopped early.

@@ -204,14 +204,7 @@ def source_columns(source: TaskBatches) -> dict[str, Any]:
 
 
 def run(options: Options) -> int:
-    """Measure what the results of a model lack, then print its table.
-
-    Args:
-        options: What to measure; Hydra must be set up.
-
-    Returns:
-        0: all done; 1: a result is wrong; 2: stopped early.
-    """
+    """Measure what the results of a model lack and print its table; return 1 for a wrong result, 2 if stopped early."""
     table = Table(options.folder / f"{options.model_name}-{file_stem(options.device)}.csv", FIELDS)
     finished = options.summary or _fill(options, table)
     rows = latest([row for row in table.rows() if row["setting"] == options.setting], CELL)
@@ -257,17 +250,14 @@ def _fill(options: Options, table: Table) -> bool:
                 table.append([row])
                 cell = cells.pop(0)
                 has_reference |= cell is first and row["status"] == "ok"
-                progress.print(f"{cell.dataset} {cell.backend.name}: {_summary(row)}")
+                times = f"sum {row['sum_ms']} ms, step {row['wall_ms']} ms" if row["status"] == "ok" else row["status"]
+                progress.print(f"{cell.dataset} {cell.backend.name}: {times}")
                 if progress.is_over():
                     return cell is todo[-1]
             if cells and has_reference:
                 # A fresh process goes on, which lacks the reference.
                 cells.insert(0, first)
     return True
-
-
-def _summary(row: dict[str, Any]) -> str:
-    return f"sum {row['sum_ms']} ms, step {row['wall_ms']} ms" if row["status"] == "ok" else str(row["status"])
 
 
 def _rows(options: Options, cells: Sequence[Cell]) -> Iterator[dict[str, Any]]:
