@@ -25,7 +25,7 @@ from pyg_dfgnn.settings import local_settings
 from pyg_dfgnn.training.step import make_step
 from tests.capture import test_new_batches as new_batches
 from tests.capture.test_capture_step import Pooled, by_hand, call, masked_loss, plain, rated, weighted_loss, whole
-from tests.capture.test_new_batches import KERNELS
+from tests.capture.test_new_batches import KERNELS, TYPED
 from tests.capture.test_step import graph
 
 pytestmark = pytest.mark.cuda
@@ -175,11 +175,11 @@ def test_layers_that_make_their_edges(name):
 
 
 @pytest.mark.parametrize("moved", [False, True], ids=["", "moved before"])
-@pytest.mark.parametrize("name", KERNELS)
+@pytest.mark.parametrize("name", [*KERNELS, *TYPED])
 def test_batches_of_a_loader(name, moved):
     loader = DataLoader(new_batches.members(24), batch_size=6, shuffle=True)
     batches = [batch for _ in range(5) for batch in loader]
-    (by, first), (ours, second) = twins(lambda: new_batches.Model(KERNELS[name]))
+    (by, first), (ours, second) = twins(lambda: new_batches.Model({**KERNELS, **TYPED}[name]))
     want = new_batches.by_hand(by, first, [batch.clone().to(CUDA) for batch in batches])
     pyg_dfgnn.accelerate(ours)
     step = capture_step(ours, new_batches.loss, second, loader, forward=call)

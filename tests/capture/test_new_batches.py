@@ -68,6 +68,17 @@ class Weighted(nn.Module):
         return self.conv(x, edge_index, edge_attr[:, 0].abs())
 
 
+class Typed(nn.Module):
+    """A layer with two relations, by a feature of the edges."""
+
+    def __init__(self, conv):
+        super().__init__()
+        self.conv = conv
+
+    def forward(self, x, edge_index, edge_attr):
+        return self.conv(x, edge_index, (edge_attr[:, 0] > 0).long())
+
+
 def mlp():
     return nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH), nn.ReLU())
 
@@ -97,6 +108,13 @@ KERNELS = {
 PYGS = {"a layer of one's own": Filter, "weighted gcn": Weighted}
 """Layers that PyG's code takes: no kernel runs on edges that are not measured."""
 
+TYPED = {
+    "rgcn": lambda: Typed(torch_geometric.nn.RGCNConv(WIDTH, WIDTH, 2)),
+    "film": lambda: Typed(torch_geometric.nn.FiLMConv(WIDTH, WIDTH, 2)),
+    "rgat": lambda: Typed(torch_geometric.nn.RGATConv(WIDTH, WIDTH, 2)),
+}
+"""Layers that operators of torch take, with all pairs of a node and a relation."""
+
 
 class Model(nn.Module):
     """Two layers and a pool."""
@@ -109,7 +127,7 @@ class Model(nn.Module):
     def forward(self, data):
         x = data.x
         for layer in self.layers:
-            takes_edges = getattr(layer, "edge_dim", None) or isinstance(layer, (Filter, Weighted, GINE))
+            takes_edges = getattr(layer, "edge_dim", None) or isinstance(layer, (Filter, Weighted, Typed, GINE))
             x = layer(x, data.edge_index, data.edge_attr) if takes_edges else layer(x, data.edge_index)
             x = x.relu()
         pool = getattr(torch_geometric.nn, f"global_{self.pool}_pool")
@@ -190,6 +208,14 @@ def test_pools(pool, monkeypatch):
 def test_layers_of_pygs_code(name, monkeypatch):
     launched, _ = compare(lambda: Model(PYGS[name]), monkeypatch)
     assert "graph_count" not in launched
+
+
+@needs_compiler
+@pytest.mark.parametrize("name", TYPED)
+def test_layers_with_relations(name, monkeypatch):
+    with local_settings(fallback="error"):
+        launched, _ = compare(lambda: Model(TYPED[name]), monkeypatch)
+    assert "relational_traversal" not in launched
 
 
 @needs_compiler

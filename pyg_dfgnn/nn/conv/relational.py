@@ -20,7 +20,7 @@ from pyg_dfgnn.nn.gate import FusedConv, edges_lack_kernels, is_multiple
 from pyg_dfgnn.nn.registry import Description
 from pyg_dfgnn.nn.relational_program import RelationalProblem, dtype_reasons, explain, reasons_of_problem, run
 from pyg_dfgnn.ops.relational import MOST_NUMBERS, RowSet, index_space_of, pairs_of
-from pyg_dfgnn.ops.visits import MEASURED_NUMBERS, is_new_outside_captures, may_be_few, may_be_left
+from pyg_dfgnn.ops.visits import MEASURED_NUMBERS, is_new_outside_captures, is_refilled, may_be_few, may_be_left
 
 EdgeRows: TypeAlias = Graph | DensePairs | RowSet
 """The edges of a call as a program takes them."""
@@ -164,7 +164,9 @@ class RelationalConv(FusedConv):
             The call, with its reasons.
         """
         is_new = not reasons and self._are_new((edge_index,))
-        on_pairs = is_new and typed and self._fits_pairs(nodes, edge_index, edge_type)
+        # The edges of a captured step are new in each batch, and it cannot wait.
+        may_pair = typed and (is_new or (not reasons and is_refilled() and type(edge_index) is Tensor))
+        on_pairs = may_pair and self._fits_pairs(nodes, edge_index, edge_type)
         if self._is_pygs(edge_index, is_new, on_pairs):
             return ConvCall(FEW, (), edge_index, "tensor", edge_type=edge_type)
         if edges_lack_kernels(edge_index):
