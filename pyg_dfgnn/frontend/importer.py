@@ -5,7 +5,7 @@ from __future__ import annotations
 import linecache
 import re
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -427,12 +427,14 @@ def gathered(node: Node, ends: dict[Node, Ends]) -> tuple[Ends, int] | None:
     """Return the ids and the dimension by which a node gathers rows of its first operand; None if it does not."""
     if node.op not in ("call_function", "call_method") or not node.args or not isinstance(node.args[0], Node):
         return None
-    name = name_of(node)
-    if name == "getitem" and len(node.args) == 2 and isinstance(node.args[1], Node) and node.args[1] in ends:
-        found, dim = node.args[1], 0
+    name, found, dim = name_of(node), cast(Any, None), cast(Any, None)
+    if name == "getitem" and len(node.args) == 2:
+        key = node.args[1] if isinstance(node.args[1], tuple) else (node.args[1],)
+        if key and all(k == slice(None) for k in key[:-1]):
+            found, dim = key[-1], len(key) - 1
     elif name == "index_select":
         bound = dict(zip(("input", "dim", "index"), node.args)) | dict(node.kwargs)
-        found, dim = bound.get("index"), bound.get("dim")  # type: ignore[assignment]
+        found, dim = bound.get("index"), bound.get("dim")
     else:
         return None
     is_ids = isinstance(found, Node) and found in ends and isinstance(dim, int)

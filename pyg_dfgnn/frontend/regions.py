@@ -22,6 +22,7 @@ from pyg_dfgnn.frontend.functional import (
     name_of,
     value_of,
 )
+from pyg_dfgnn.frontend.gathers import unify_gathers
 from pyg_dfgnn.frontend.importer import (
     CONSTANTS,
     FILLS,
@@ -41,11 +42,18 @@ _OF_NODES = VIEWS | frozenset(
     "add sub rsub mul truediv div neg exp log sqrt pow clamp clamp_min masked_fill where eq reciprocal abs".split()
 )
 """Functions of reduced rows that a region may go on with, if edges read them again; others are torch's on nodes."""
+_COPIES = frozenset("contiguous clone detach long int to".split())
+"""Methods that return edges of the same ids."""
 _MOST_ROUNDS = 64
 
 
-def _find_ends(graph: Graph) -> dict[Node, Ends]:
-    """Return the nodes that are ids of an end of edges, in whatever shape."""
+def _find_ends(graph: Graph, pinned: set[Node]) -> dict[Node, Ends]:
+    """Return the nodes that are ids of an end of edges, in whatever shape.
+
+    Args:
+        graph: The graph.
+        pinned: Nodes that share memory with what is edited in place.
+    """
     ends: dict[Node, Ends] = {}
     for node in graph.nodes:
         if node.op not in ("call_function", "call_method") or not node.args or not isinstance(node.args[0], Node):
@@ -69,8 +77,18 @@ def _find_ends(graph: Graph) -> dict[Node, Ends]:
         like = value_of(edges)
         is_list = isinstance(like, Tensor) and like.dim() == 2 and like.dtype in (torch.int64, torch.int32)
         if is_list and type(row) is int and row in (0, 1, -1, -2) and _is_two(like.shape[0]):
-            ends[node] = Ends(edges, row % 2)
+            ends[node] = Ends(_copied(edges, pinned), row % 2)
     return ends
+
+
+def _copied(edges: Node, pinned: set[Node]) -> Node:
+    """Return the edges that a node copies, or returns as they are."""
+    while edges.op == "call_method" and name_of(edges) in _COPIES and not pinned.intersection((edges, edges.args[0])):
+        first = edges.args[0]
+        if not isinstance(first, Node) or value_of(first).dtype is not value_of(edges).dtype:
+            break
+        edges = first
+    return edges
 
 
 def _is_two(size: Any) -> bool:
@@ -164,7 +182,8 @@ class Partition:
         for node in graph.nodes:
             if node in self.effects.before or node in self.effects.impure:
                 node.meta["random" if name_of(node) == "dropout" else "effect"] = True
-        self.ends = _find_ends(graph)
+        self.ends = _find_ends(graph, self.effects.pinned)
+        unify_gathers(graph, self.ends, self.effects.pinned)
         self.meshes, fixed = _meshes(graph, self.ends)
         derives &= not self.effects.context
         self.groups = derived_nodes(graph, self.effects, self.ends) if derives else []
@@ -174,6 +193,7 @@ class Partition:
             node.meta["derived"] = True
         self.kept: dict[Draft, list[Node]] = {}
         self.outputs: dict[Draft, list[Node]] = {}
+        self.late = dict[Node, int]()
         self.reasons = fixed
         if self.effects.context:
             self.meshes, self.reasons = {}, [f"`{self.effects.context}` inside the graph"]
@@ -181,9 +201,12 @@ class Partition:
             self._place()
             self._keep()
             lost = self._find_outputs()
-            if not lost:
+            late = self._find_late()
+            if not lost and late.keys() <= self.late.keys():
                 break
             self.forced |= lost
+            # Each moves once, or levels could rise together for ever.
+            self.late = late | self.late
         else:
             self.kept.clear()
             self.outputs.clear()
@@ -252,7 +275,7 @@ class Partition:
             is_here = draft is not None and draft.edges is own
             level = max(level, draft.level if draft is not None and is_here else self.after[x])
         previous = self.effects.before.get(node)
-        level = max(level, self.after[previous] if previous is not None else 0)
+        level = max(level, self.after[previous] if previous is not None else 0, self.late.get(node, 0))
         draft = self._draft(own, level)
         if place is not None:
             first = node.args[0]
@@ -322,6 +345,23 @@ class Partition:
                 waiting += node.all_input_nodes
         self.outputs = {draft: nodes for draft, nodes in self.outputs.items() if nodes}
         return {node for draft, nodes in self.outputs.items() for node in nodes if not _is_output(draft.symbols[node])}
+
+    def _find_late(self) -> dict[Node, int]:
+        """Return the nodes on edges that only regions of later levels read, with the first of these levels."""
+        late = dict[Node, int]()
+        for node in reversed(self.graph.nodes):
+            draft = self.place.get(node)
+            if draft is None or node not in self.torch or self.is_kept(node) or self._is_copied(node):
+                continue
+            if not draft.is_row_of_edge(node):
+                continue
+            others = [self.place[user] for user in node.users if self.is_kept(user)]
+            levels = [late[user] for user in node.users if user in late]
+            levels += [other.level for other in others if other.edges is draft.edges and other.level > draft.level]
+            # What torch makes of it may be what these regions wait for.
+            if levels and len(levels) == sum(user.op != "output" for user in node.users):
+                late[node] = min(levels)
+        return late
 
     def needed(self, draft: Draft) -> list[Node]:
         """Return the nodes that a region is called with: what its nodes read, in the rest of the graph."""

@@ -217,9 +217,9 @@ def _getitem(t: Tracer, func: Any, x: Symbol, key: Any) -> Any:
         if not isinstance(key, int):
             raise t.stop("some edges are taken by their position")
         return t.ends_of(x, key)
-    if isinstance(key, Symbol):
-        return index_select(t, torch.index_select, x, 0, key)
     keys = key if isinstance(key, tuple) else (key,)
+    if isinstance(keys[-1], Symbol) and all(type(k) is slice and k == slice(None) for k in keys[:-1]):
+        return index_select(t, torch.index_select, x, len(keys) - 1, keys[-1])
     if Ellipsis not in keys:
         keys = (*keys, Ellipsis)
     at, taken = keys.index(Ellipsis), sum(k is not None and k is not Ellipsis for k in keys)

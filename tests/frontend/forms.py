@@ -1,0 +1,132 @@
+"""Forms of gathers, reductions and rows that layers of public repositories have, one small layer each."""
+
+import torch
+from torch import nn
+from torch.nn.functional import embedding
+from torch_geometric.utils import scatter
+
+from tests.frontend.layers import FUSED, PARTLY, WIDTH, Sum
+
+FORMS: dict[str, tuple[type[nn.Module], str]] = {}
+"""Name -> the layer, and what becomes of the gathers and reductions of its first graph."""
+
+
+def form(what):
+    def register(kind):
+        FORMS[kind.__name__] = kind, what
+        return kind
+
+    return register
+
+
+# Rows that a forward gathers beside propagate -------------------------------------------------------------------------
+
+
+class Scaled(Sum):
+    """A sum of sources, each scaled by an input of the edge."""
+
+    def message(self, x_j, edge):
+        return x_j * edge
+
+
+@form(FUSED)
+class DistancesBesidePropagate(Sum):
+    def __init__(self):
+        super().__init__()
+        self.mlp = nn.Sequential(nn.Linear(1, 16), nn.Linear(16, 1), nn.Sigmoid())
+
+    def forward(self, x, edge_index, edge):
+        place = x[:, :3]
+        distance = ((place[edge_index[0]] - place[edge_index[1]]) ** 2).sum(-1, keepdim=True)
+        return self.propagate(edge_index, x=x, edge=self.mlp(distance))
+
+    def message(self, x_j, edge):
+        return x_j * edge
+
+
+@form(FUSED)
+class RowsOfParts(Scaled):
+    def forward(self, x, edge_index, edge):
+        row, col = edge_index
+        share = x[row, :] * x[col, 1:2] + x[col, 2].unsqueeze(1) + x[..., row, -1:]
+        return self.propagate(edge_index, x=x, edge=share)
+
+
+@form(FUSED)
+class RowsByGather(Scaled):
+    def forward(self, x, edge_index, edge):
+        rows = x.gather(0, edge_index[0].unsqueeze(-1).expand(-1, x.size(1)))
+        other = torch.gather(x, 0, edge_index[1].view(-1, 1).expand_as(rows))
+        return self.propagate(edge_index, x=x, edge=rows.tanh() - other)
+
+
+@form(FUSED)
+class RowsOfAPart(Scaled):
+    """A gather of a part of each row, which is no row."""
+
+    def forward(self, x, edge_index, edge):
+        part = x.gather(0, edge_index[0].view(-1, 1).expand(-1, 3))
+        return self.propagate(edge_index, x=x, edge=part.sum(-1, keepdim=True))
+
+
+@form(FUSED)
+class RowsOfAnEmbedding(Scaled):
+    def forward(self, x, edge_index, edge):
+        return self.propagate(edge_index, x=x, edge=embedding(edge_index[0], x) * embedding(edge_index[1], x))
+
+
+@form(FUSED)
+class RowsOfBothEnds(Scaled):
+    def forward(self, x, edge_index, edge):
+        source, target = x[edge_index]
+        both = x.relu()[edge_index]
+        return self.propagate(edge_index, x=x, edge=source - target + both[-1] * both[0])
+
+
+@form(FUSED)
+class RowsByCopiesOfTheEdges(Scaled):
+    def forward(self, x, edge_index, edge):
+        row, _ = edge_index.long()
+        _, col = edge_index.clone()
+        first = edge_index.contiguous().detach()[0]
+        return self.propagate(edge_index, x=x, edge=x[row] * x[col] - x.tanh()[first])
+
+
+@form(PARTLY)
+class RowsByEditedCopies(Scaled):
+    def forward(self, x, edge_index, edge):
+        other = edge_index.clone()
+        other[0] = other[1]
+        return self.propagate(edge_index, x=x, edge=x[other[0]])
+
+
+@form(FUSED)
+class RowsOfResults(Scaled):
+    """An input of the edge that only the second sum reads, made of the result of the first one."""
+
+    def forward(self, x, edge_index, edge):
+        first = self.propagate(edge_index, x=x, edge=x[edge_index[0]])
+        change = (first[edge_index[1]] - x[edge_index[0]]).tanh()
+        return self.propagate(edge_index, x=first, edge=change * edge[:, :1]), change
+
+
+@form(FUSED)
+class RowsOfTwoTables(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.lin = nn.Linear(WIDTH, 2 * WIDTH)
+
+    def forward(self, x, edge_index, edge):
+        table = self.lin(x)
+        rows = table.index_select(0, edge_index[0])[:, :WIDTH] * torch.index_select(table, 0, edge_index[1])[:, WIDTH:]
+        return scatter(torch.cat([rows, x[edge_index[0]], edge], -1), edge_index[1], 0, x.size(0), "mean")
+
+
+class RowsOfPairs(nn.Module):
+    """Rows of two sets of nodes, taken by index in a bipartite graph."""
+
+    def forward(self, sources, targets, edge_index, edge):
+        row, col = edge_index
+        messages = sources[row, :] * targets[col, :1] + targets.gather(0, col.view(-1, 1).expand(-1, WIDTH))
+        both = torch.cat([messages, edge, sources[row, 1:3]], -1)
+        return scatter(both, col, 0, targets.size(0), "sum")
