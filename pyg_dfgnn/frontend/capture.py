@@ -16,6 +16,7 @@ import torch
 
 from pyg_dfgnn.frontend.backend import Compiler
 from pyg_dfgnn.frontend.importer import is_users, place_of
+from pyg_dfgnn.frontend.scatter_package import substitute
 from pyg_dfgnn.ops.visits import capturing, step
 from pyg_dfgnn.torch_private import (
     ConvertFrameReturn,
@@ -77,6 +78,7 @@ class _Configured:
             settings.enter_context(shapes_config.patch(use_duck_shape=False))  # type: ignore[attr-defined]
             settings.enter_context(torch.compiler.config.patch(dynamic_sources=self._dynamic_sources()))  # type: ignore[attr-defined]
             settings.enter_context(capturing())
+            substitute()
             try:
                 return self.callback(frame, *args, **kwargs)
             except ResumePrologueTracingError:

@@ -202,6 +202,17 @@ def functionalise(graph: Graph) -> Effects:
     return Effects(before, impure, pinned, context)
 
 
+def drop_unread(graph: Graph, effects: Effects) -> bool:
+    """Erase what nothing reads and what has no effect; returns whether there was any."""
+    unread = False
+    for node in reversed(list(graph.nodes)):
+        is_call = node.op.startswith("call_") and isinstance(value_of(node), (Tensor, tuple, list))
+        if is_call and not node.users and node not in effects.before and node not in effects.impure:
+            graph.erase_node(node)
+            unread = True
+    return unread
+
+
 def _chain(nodes: list[Node], edits: list[Node]) -> list[list[Node]] | None:
     """Return the edits of each value that has some memory after that value; None where an edit shows in another value.
 

@@ -52,7 +52,12 @@ def expression_of(size: Any) -> Any:
     return int(expression) if expression.is_number else expression
 
 
-_LIBRARIES = (f"{Path(torch.__file__).parent}/", f"{Path(__file__).parents[1]}/", "/torch_geometric/")
+_LIBRARIES = (
+    f"{Path(torch.__file__).parent}/",
+    f"{Path(__file__).parents[1]}/",
+    "/torch_geometric/",
+    "/torch_scatter/",
+)
 
 
 def line_of(node: Node) -> str:

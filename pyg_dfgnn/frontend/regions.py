@@ -16,6 +16,7 @@ from pyg_dfgnn.frontend.derived import derived_nodes
 from pyg_dfgnn.frontend.functional import (
     Effects,
     detach_no_grad,
+    drop_unread,
     fold_numbers,
     fold_sizes,
     functionalise,
@@ -168,7 +169,7 @@ class Partition:
         reasons: What of the edges stays torch's, with the line that asks for it.
         groups: What depends on the edges alone, in the order in which it is computed.
         derived: All nodes of these groups.
-        gathers: Numbers of gathers and reductions by ends of edges: all, and those inside of regions.
+        is_less: Whether nodes of the graph that nothing reads are gone.
     """
 
     def __init__(
@@ -179,6 +180,7 @@ class Partition:
         fold_numbers(graph)
         fold_sizes(graph)
         self.effects: Effects = functionalise(graph)
+        self.is_less = drop_unread(graph, self.effects)
         for node in graph.nodes:
             if node in self.effects.before or node in self.effects.impure:
                 node.meta["random" if name_of(node) == "dropout" else "effect"] = True

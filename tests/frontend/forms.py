@@ -1,12 +1,17 @@
 """Forms of gathers, reductions and rows that layers of public repositories have, one small layer each."""
 
+import importlib
+from importlib.util import find_spec
+
 import torch
 from torch import nn
 from torch.nn.functional import embedding
 from torch_geometric.utils import scatter
 
+from tests.frontend import scatter_stand_in
 from tests.frontend.layers import FUSED, PARTLY, WIDTH, Sum
 
+scatter_package = importlib.import_module("torch_scatter") if find_spec("torch_scatter") else scatter_stand_in
 FORMS: dict[str, tuple[type[nn.Module], str]] = {}
 """Name -> the layer, and what becomes of the gathers and reductions of its first graph."""
 
@@ -130,3 +135,52 @@ class RowsOfPairs(nn.Module):
         messages = sources[row, :] * targets[col, :1] + targets.gather(0, col.view(-1, 1).expand(-1, WIDTH))
         both = torch.cat([messages, edge, sources[row, 1:3]], -1)
         return scatter(both, col, 0, targets.size(0), "sum")
+
+
+# Functions of torch_scatter -------------------------------------------------------------------------------------------
+
+
+@form(FUSED)
+class LargestOfThePackage(nn.Module):
+    def forward(self, x, edge_index, edge):
+        row, col = edge_index
+        messages = torch.cat([x[row] * x[col].tanh(), edge], -1)
+        return scatter_package.scatter_max(messages, col, dim=0, dim_size=x.size(0))[0]
+
+
+@form(FUSED)
+class LargestOfAsManyAsThereAre(nn.Module):
+    def forward(self, x, edge_index, edge):
+        row, col = edge_index
+        found, _ = scatter_package.scatter_max(x[row] * x[col], col, dim=0)
+        return found.relu()
+
+
+@form(FUSED)
+class SmallestOfThePackage(Sum):
+    def aggregate(self, inputs, index, dim_size=None):
+        return scatter_package.scatter_min(inputs, index, dim=self.node_dim, dim_size=dim_size)[0]
+
+    def message(self, x_i, x_j, edge):
+        return (x_i - x_j) * edge[:, :1]
+
+
+@form(FUSED)
+class SoftmaxOfThePackage(Sum):
+    def message(self, x_i, x_j, index, size_i):
+        score = (x_i * x_j).sum(-1)
+        return scatter_package.scatter_softmax(score, index, dim=0, dim_size=size_i).unsqueeze(-1) * x_j
+
+
+@form(FUSED)
+class SoftmaxOfChannels(Sum):
+    def message(self, x_i, x_j, index):
+        return scatter_package.scatter_softmax(x_i - x_j, index, dim=0) * x_j
+
+
+@form(PARTLY)
+class PlacesOfTheLargest(nn.Module):
+    def forward(self, x, edge_index, edge):
+        row, col = edge_index
+        found, place = scatter_package.scatter_max(x[row] * edge[:, :1], col, dim=0, dim_size=x.size(0))
+        return found * place

@@ -1,11 +1,12 @@
 """Forms of layers equal PyG's on all kinds of graphs, in float64, with every gradient."""
 
 import copy
+import sys
 
 import pytest
 import torch
 
-from tests.frontend.forms import FORMS, RowsOfPairs
+from tests.frontend.forms import FORMS, LargestOfAsManyAsThereAre, RowsOfPairs, scatter_package
 from tests.frontend.layers import EDGE, FUSED, PARTLY, WIDTH
 from tests.frontend.marks import compile_layer
 from tests.frontend.test_layers import assert_equal, results
@@ -20,6 +21,12 @@ GRAPHS = {
     "empty": (5, torch.zeros(2, 0, dtype=torch.int64)),
 }
 """Nodes and edges of calls one after another."""
+
+
+@pytest.fixture(autouse=True)
+def package(monkeypatch):
+    """The package `torch_scatter`, or its stand-in, as if it had been imported."""
+    monkeypatch.setitem(sys.modules, "torch_scatter", scatter_package)
 
 
 @pytest.mark.parametrize("name", FORMS)
@@ -49,3 +56,26 @@ def test_rows_of_pairs_equal_pygs(sizes, captured):
         args = leaves[0], leaves[1], edge_index, leaves[2]
         assert_equal(results(layer, leaves, args), results(own, leaves, args))
     assert captured[0].counts == (4, 4)
+
+
+def test_group_of_nothing_but_infinities_is_empty_for_the_package():
+    class Masked(torch.nn.Module):
+        def forward(self, x, edge_index):
+            row, col = edge_index
+            scores = x[row].masked_fill(x[row] < 0, -torch.inf)
+            most, place = scatter_package.scatter_max(scores, col, dim=0, dim_size=x.size(0))
+            least, other = scatter_package.scatter_min(-scores, col, dim=0, dim_size=x.size(0))
+            return most, place, least, other
+
+    layer, x = compile_layer(Masked()), torch.tensor([[-1.0, 2.0], [-3.0, 4.0], [5.0, -1.0]])
+    edge_index = torch.tensor([[0, 1, 2, 1], [0, 0, 1, 1]])
+    torch.testing.assert_close(layer(x, edge_index), Masked()(x, edge_index))
+    most, place, _, _ = layer(x, edge_index)
+    assert most.tolist() == [[0.0, 4.0], [5.0, 4.0], [0.0, 0.0]] and place.tolist() == [[4, 1], [2, 3], [4, 4]]
+
+
+def test_numbers_that_share_a_maximum_share_its_gradient(captured):
+    layer = compile_layer(LargestOfAsManyAsThereAre())
+    x, edge_index = torch.ones(3, 2, requires_grad=True), torch.tensor([[0, 1], [2, 2]])
+    (gradient,) = torch.autograd.grad(layer(x, edge_index, torch.ones(2, 1)).sum(), x)
+    assert gradient.tolist() == [[0.5, 0.5], [0.5, 0.5], [1.0, 1.0]] and captured[0].regions
