@@ -192,10 +192,18 @@ class Draft:
         """Return the domain of the nodes that a row of the edges points to."""
         return D if row == self.mesh.target else S
 
+    def axis_of(self, value: Any, *counts: Any) -> int | None:
+        """Return the dimension of an example that is one of some numbers of rows, of the first of them that there is.
+
+        By default they are those of edges, and of nodes that are reduced to.
+        """
+        sizes = [expression_of(size) for size in value.shape] if isinstance(value, Tensor) else []
+        counts = counts or (self.mesh.edges, self.mesh.nodes[self.mesh.target])
+        return next((sizes.index(count) for count in counts if count in sizes), None)
+
     def is_row_of_edge(self, node: Node) -> bool:
         """Return whether a node's tensor has a row for each edge."""
-        value = value_of(node)
-        return isinstance(value, Tensor) and value.dim() > 0 and expression_of(value.shape[0]) == self.mesh.edges
+        return self.axis_of(value_of(node), self.mesh.edges) is not None
 
     def features(self, node: Node, row: int, axis: int) -> Symbol:
         """Return node features that are gathered by a row of the edges."""
@@ -239,23 +247,23 @@ class Draft:
         key = node, One
         if key in self.inputs:
             return self.inputs[key]
-        sizes = [expression_of(size) for size in value.shape]
-        target_size = self.mesh.nodes[self.mesh.target]
-        domain = E if sizes[:1] == [self.mesh.edges] else D if sizes[:1] == [target_size] else One
-        meta = self._meta(value, None if domain is One else 0)
-        t, name = self.tracer, self.title(node)
-        if any(t.domain_of_size(size) is not None for size in (meta.shape if domain is One else meta.shape[1:])):
+        axis = self.axis_of(value)
+        domain = One if axis is None else E if axis == self.axis_of(value, self.mesh.edges) else D
+        meta = self._meta(value, axis)
+        t, name, axis = self.tracer, self.title(node), axis or 0
+        row = tuple(meta.shape) if domain is One else (*meta.shape[:axis], *meta.shape[axis + 1 :])
+        if any(t.domain_of_size(size) is not None for size in row):
             raise t.stop("rows meet another dimension")
         if meta.dtype is torch.bool:
-            number = t._input(name, domain, tuple(meta.shape if domain is One else meta.shape[1:]))
-            symbol = Symbol.of(meta, number, None if domain is One else domain, shared=True)
+            number = t._input(name, domain, row)
+            symbol = Symbol.of(meta, number, None if domain is One else domain, lead=axis, shared=True)
         elif domain is One:
             if not meta.is_floating_point():
                 raise t.stop("integers that all edges share")
-            symbol = Symbol.of(meta, t._input(name, One, tuple(meta.shape)), None, shared=True)
+            symbol = Symbol.of(meta, t._input(name, One, row), None, shared=True)
         else:
-            symbol = t.row_input(name, meta, domain)
-        self.sources[name] = node, 0
+            symbol = t.row_input(name, meta, domain, axis)
+        self.sources[name] = node, axis
         self.inputs[key] = symbol
         return symbol
 
@@ -283,6 +291,9 @@ class Draft:
         if gathered(node, self.ends) is not None:
             return True
         if name in VIEWS and tensors and (self.may_repeat(tensors[0]) or tensors[0] in self.symbols):
+            return True
+        if name in VIEWS and tensors and self.is_row_of_edge(tensors[0]) and self.axis_of(value_of(node)):
+            # Rows that are repeated for the items of a batch are read once.
             return True
         if not self.is_row_of_edge(node) or any(x in self.ends for x in tensors):
             return False
@@ -346,7 +357,7 @@ class Draft:
             if not isinstance(number, (int, float)):
                 raise tracer.stop("a number that is a tensor")
             with torch.enable_grad():
-                return filled(tracer, self.shape_of(value), number, value.dtype)
+                return filled(tracer, self.shape_of(value, self.axis_of(value)), number, value.dtype)
         if node in self.ends and (len(node.all_input_nodes) < 1 or node.all_input_nodes[0] not in self.ends):
             return tracer.ends_of(self.edge_symbol, self.ends[node].row)
 

@@ -35,7 +35,7 @@ from pyg_dfgnn.frontend.importer import (
     expression_of,
     gathered,
 )
-from pyg_dfgnn.ir.domains import D, E
+from pyg_dfgnn.ir.domains import E
 from pyg_dfgnn.ir.torch_front import Symbol, TraceError
 from pyg_dfgnn.torch_private import free_unbacked_symbols
 
@@ -346,7 +346,7 @@ class Partition:
                 self.torch.add(node)
                 waiting += node.all_input_nodes
         self.outputs = {draft: nodes for draft, nodes in self.outputs.items() if nodes}
-        return {node for draft, nodes in self.outputs.items() for node in nodes if not _is_output(draft.symbols[node])}
+        return {node for draft, nodes in self.outputs.items() for node in nodes if not _is_output(node, draft)}
 
     def _find_late(self) -> dict[Node, int]:
         """Return the nodes on edges that only regions of later levels read, with the first of these levels."""
@@ -399,8 +399,10 @@ class Partition:
         return [*self.reasons, *self._said]
 
 
-def _is_output(symbol: Any) -> bool:
-    """Return whether a symbol's numbers can be returned by a program."""
-    if not isinstance(symbol, Symbol) or symbol.number is None or symbol.rows not in (None, D, E):
-        return isinstance(symbol, Symbol) and symbol.number is not None and symbol.dtype.is_floating_point
-    return symbol.dtype.is_floating_point
+def _is_output(node: Node, draft: Draft) -> bool:
+    """Return whether a program can return the numbers of a node."""
+    symbol = draft.symbols[node]
+    if not isinstance(symbol, Symbol) or symbol.number is None or not symbol.dtype.is_floating_point:
+        return False
+    # Kernels join no rows that are stacked in front of them.
+    return name_of(node) != "stack" or symbol.lead == 0

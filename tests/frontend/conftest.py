@@ -1,5 +1,6 @@
 """Graphs that are captured, and programs run by the interpreter."""
 
+import sys
 import warnings
 
 import pytest
@@ -7,6 +8,13 @@ import torch
 
 from pyg_dfgnn import frontend
 from pyg_dfgnn.nn import messages
+from tests.frontend.forms import scatter_package
+
+
+@pytest.fixture(autouse=True)
+def package(monkeypatch):
+    """The package `torch_scatter`, or its stand-in, as if it had been imported."""
+    monkeypatch.setitem(sys.modules, "torch_scatter", scatter_package)
 
 
 @pytest.fixture(autouse=True)

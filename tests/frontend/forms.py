@@ -6,10 +6,10 @@ from importlib.util import find_spec
 import torch
 from torch import nn
 from torch.nn.functional import embedding
-from torch_geometric.utils import scatter
+from torch_geometric.utils import scatter, softmax
 
 from tests.frontend import scatter_stand_in
-from tests.frontend.layers import FUSED, PARTLY, WIDTH, Sum
+from tests.frontend.layers import EDGE, FUSED, PARTLY, WIDTH, Sum
 
 scatter_package = importlib.import_module("torch_scatter") if find_spec("torch_scatter") else scatter_stand_in
 FORMS: dict[str, tuple[type[nn.Module], str]] = {}
@@ -184,3 +184,159 @@ class PlacesOfTheLargest(nn.Module):
         row, col = edge_index
         found, place = scatter_package.scatter_max(x[row] * edge[:, :1], col, dim=0, dim_size=x.size(0))
         return found * place
+
+
+# Batches before the nodes ---------------------------------------------------------------------------------------------
+
+
+class Batched(Sum):
+    """A layer of features [B, N, F]."""
+
+    batch: tuple[int, ...] = (3,)
+
+    def __init__(self, aggr="add"):
+        super().__init__(aggr, node_dim=-2)
+
+
+@form(FUSED)
+class BatchOfMaps(Batched):
+    def __init__(self):
+        super().__init__("mean")
+        self.lin = nn.Linear(2 * WIDTH, WIDTH)
+
+    def message(self, x_i, x_j):
+        return self.lin(torch.cat([x_i, x_j - x_i], -1)).relu()
+
+
+@form(FUSED)
+class BatchOfGates(Batched):
+    def __init__(self):
+        super().__init__()
+        self.lin, self.gate = nn.Linear(2 * WIDTH, WIDTH), nn.Sequential(nn.Linear(WIDTH, 1), nn.Sigmoid())
+
+    def forward(self, x, edge_index, edge):
+        return self.propagate(edge_index, x=x, edge=edge[:, 0], size=(x.size(1), x.size(1)))
+
+    def message(self, x_i, x_j, edge):
+        hidden = torch.nn.functional.silu(self.lin(torch.cat([x_i, x_j], -1)))
+        return self.gate(hidden) * hidden * edge.view(-1, 1)
+
+
+@form(FUSED)
+class BatchBySlices(nn.Module):
+    batch = (3,)
+
+    def forward(self, x, edge_index, edge):
+        row, col = edge_index
+        messages = x[:, row] * x[..., col, :].tanh() + edge[None, :, :1]
+        means = scatter(messages[:, :, :2], col, dim=1, dim_size=x.size(1), reduce="mean")
+        return torch.zeros_like(x).index_add_(1, col, messages), means
+
+
+@form(FUSED)
+class BatchOfSoftmaxes(Batched):
+    def __init__(self):
+        super().__init__()
+        self.query = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x, edge_index, edge):
+        return self.propagate(edge_index, x=x, query=self.query(x), size=(x.size(1), x.size(1)))
+
+    def message(self, x_j, query_i, query_j, index, size_i):
+        score = (query_i * query_j).sum(-1, keepdim=True)
+        return softmax(score, index, num_nodes=size_i, dim=-2) * x_j
+
+
+@form(FUSED)
+class BatchOfNetworks(Batched):
+    """A network on rows of edges that are the same for the items of a batch, whose results are returned too."""
+
+    def __init__(self):
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(2 * WIDTH + EDGE, WIDTH), nn.SiLU(), nn.Linear(WIDTH, WIDTH))
+        self.norm = nn.LayerNorm(WIDTH)
+
+    def forward(self, x, edge_index, edge):
+        total, change = self.propagate(edge_index, x=x, edge=edge.unsqueeze(0).expand(x.size(0), -1, -1))
+        return x + total, change
+
+    def message(self, x_i, x_j, edge):
+        return self.norm(self.net(torch.cat([edge, x_j, x_i], -1)))
+
+    def aggregate(self, inputs, index, ptr=None, dim_size=None):
+        return super().aggregate(inputs, index, ptr, dim_size), inputs
+
+
+@form(FUSED)
+class BatchOfSteps(Batched):
+    batch = (2, 3)
+
+    def __init__(self):
+        super().__init__("max")
+        self.lin = nn.Linear(WIDTH, WIDTH)
+
+    def message(self, x_i, x_j):
+        return self.lin(x_i - x_j).softmax(-1) * x_j.norm(dim=-1, keepdim=True)
+
+
+@form(FUSED)
+class BatchOfEdges(Batched):
+    """Inputs of edges that differ in the items of a batch."""
+
+    def forward(self, x, edge_index, edge):
+        return self.propagate(edge_index, x=x, edge=edge.unsqueeze(0) * x[:, :1, :1])
+
+    def message(self, x_j, edge):
+        return torch.cat([x_j, edge], -1).relu()
+
+
+@form(FUSED)
+class BatchBehindNodes(Sum):
+    batch = (3,)
+
+    def forward(self, x, edge_index, edge):
+        return self.propagate(edge_index, x=x.transpose(0, 1)).transpose(0, 1)
+
+    def message(self, x_i, x_j):
+        both = torch.stack([x_i.transpose(0, 1), x_j.transpose(0, 1)])
+        return both.amax(0).movedim(1, 0) + both[1, 2].unsqueeze(1)
+
+
+@form(PARTLY)
+class BatchOverEdges(Batched):
+    """A product over the edges themselves, which no program has."""
+
+    def message(self, x_i, x_j, edge):
+        return x_j + (x_i.transpose(1, 2) @ edge).sum()
+
+
+# Lists of results -----------------------------------------------------------------------------------------------------
+
+
+class Heads(Sum):
+    def __init__(self):
+        super().__init__()
+        self.maps = nn.ModuleList([nn.Linear(WIDTH, WIDTH) for _ in range(3)])
+
+
+@form(FUSED)
+class SumOfAStack(Heads):
+    def message(self, x_i, x_j):
+        return torch.stack([lin(x_i) * x_j for lin in self.maps]).sum(0)
+
+
+@form(FUSED)
+class MeanOfHeads(Heads):
+    def message(self, x_i, x_j, index, size_i):
+        heads = []
+        for lin in self.maps:
+            rows = lin(x_j)
+            heads.append(rows * softmax((rows * x_i).sum(-1), index, num_nodes=size_i).unsqueeze(-1))
+        return torch.stack(heads, dim=0).mean(dim=0)
+
+
+@form(FUSED)
+class JoinOfHeads(Heads):
+    def message(self, x_i, x_j):
+        heads = torch.stack([lin(x_i) * x_j for lin in self.maps], 1)
+        return torch.cat([heads.flatten(1), torch.cat([lin(x_j) for lin in self.maps], -1)], 1)

@@ -7,7 +7,10 @@ import torch
 
 from pyg_dfgnn.ops.relational.backend import KERNELS, running
 from pyg_dfgnn.reference.tolerances import elementwise
+from tests.frontend.forms import FORMS
+from tests.frontend.layers import EDGE, WIDTH
 from tests.frontend.marks import compile_layer
+from tests.frontend.test_layers import results
 from tests.frontend.wide import WIDE, arguments
 from tests.kernels.emulated import emulated_device
 
@@ -26,4 +29,28 @@ def test_regions_on_kernels_equal_pygs(name, captured):
         results.append([out, *grads])
         assert (len(launched) > 0) == (each is layer)
     torch.testing.assert_close(*results, **elementwise("float32"))
+    assert captured[0].regions and not any(region.reasons for region in captured[0].regions)
+
+
+ON_KERNELS = (
+    "RowsOfParts RowsOfResults SoftmaxOfThePackage BatchOfMaps BatchOfGates BatchOfSoftmaxes BatchOfNetworks "
+    "BatchOfEdges BatchBehindNodes SumOfAStack MeanOfHeads JoinOfHeads"
+)
+
+
+@pytest.mark.parametrize("name", ON_KERNELS.split())
+def test_forms_on_kernels_equal_pygs(name, captured):
+    torch.manual_seed(1)
+    kind, _ = FORMS[name]
+    layer = kind()
+    own = copy.deepcopy(layer)
+    compile_layer(layer)
+    x = torch.randn(*getattr(kind, "batch", ()), 9, WIDTH).requires_grad_()
+    edge, edge_index = torch.randn(31, EDGE).requires_grad_(), torch.randint(0, 9, (2, 31))
+    found = []
+    for each in (layer, own):
+        with emulated_device() as launched, running(KERNELS):
+            found.append(results(each, [x, edge], (x, edge_index, edge)))
+        assert (len(launched) > 0) == (each is layer)
+    torch.testing.assert_close(*found, **elementwise("float32"))
     assert captured[0].regions and not any(region.reasons for region in captured[0].regions)

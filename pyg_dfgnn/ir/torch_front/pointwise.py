@@ -54,7 +54,7 @@ def _pow(t: Tracer, func: Any, x: Any, exponent: Any) -> Symbol:
     meta = size_and_dtype(func, x, exponent)
     if isinstance(exponent, (int, float)):
         return pointwise(t, meta, "pow", x, attrs=(exponent,))
-    base, power = values(t, x, exponent)
+    base, power = values(t, x, exponent, any_axis=True)
     value = t.value(base)
     if value.op != "clamp" or not value.attrs[0] > 0:
         raise t.stop("a power whose exponent is a tensor, of numbers that may not be positive")

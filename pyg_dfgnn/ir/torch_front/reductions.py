@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from functools import reduce
 from itertools import accumulate
+from math import prod
 from typing import Any
 
 import torch
@@ -84,9 +85,15 @@ def _scatter_reduce(
 
 def _dims(t: Tracer, x: Symbol, dim: Any) -> list[int]:
     dims = range(x.dim()) if dim is None else dim if isinstance(dim, (tuple, list)) else (dim,)
-    if x.rows is not None and any(d % x.dim() == 0 for d in dims):
+    if x.rows is not None and any(d % x.dim() == x.lead for d in dims):
         raise t.stop("a reduction over all edges or nodes")
     return [d % x.dim() for d in dims]
+
+
+def _row(x: Symbol, meta: torch.Tensor, dims: list[int]) -> tuple[tuple[int, ...], int]:
+    """Return the sizes of a row of what is reduced to another shape, and the dimension of its rows."""
+    lead = x.lead if meta.dim() == x.dim() else x.lead - sum(d < x.lead for d in dims)
+    return tuple(n for d, n in enumerate(meta.shape) if x.rows is None or d != lead), lead
 
 
 def _inner(t: Tracer, x: int, y: int) -> int:
@@ -101,30 +108,61 @@ def _inner(t: Tracer, x: int, y: int) -> int:
     return t.emit("inner", x, y)
 
 
+def stacked_parts(t: Tracer, number: int, axis: int) -> list[int] | None:
+    """Return the values that are stacked along a size of a row, without that size; None if it is of something else."""
+    value, shape = t.builder.values[number], t.shape(number)
+    joined, last = value, len(shape) - 1
+    if value.op == "permute":
+        order = value.attrs[0]
+        is_last = order[axis] == last and sorted(order[:axis] + order[axis + 1 :]) == [
+            *order[:axis],
+            *order[axis + 1 :],
+        ]
+    else:
+        # A view, where other sizes are 1.
+        is_last = prod(shape[axis + 1 :]) == 1
+    if value.op in ("permute", "view"):
+        joined = t.builder.values[value.args[0]]
+    if joined.op != "concat" or not is_last or not len(joined.args) == shape[axis] == joined.shape[-1]:
+        return None
+    row = (*shape[:axis], *shape[axis + 1 :])
+    return [t.emit("view", part, attrs=(row,)) for part in joined.args]
+
+
 @names("sum")
 def _sum(t: Tracer, func: Any, x: Symbol, dim: Any = None, keepdim: bool = False, *, dtype: Any = None) -> Symbol:
     require(dtype is None, "a dtype")
-    meta, (x,) = func(x) if dim is None else func(x, dim, keepdim), values(t, x)
-    dims, skip, value = _dims(t, x, dim), x.rows is not None, t.value(x)
+    meta, (x,) = func(x) if dim is None else func(x, dim, keepdim), values(t, x, any_axis=True)
+    dims, value = _dims(t, x, dim), t.value(x)
+    row, lead = _row(x, meta, dims)
     if dims == [x.dim() - 1] and value.op == "mul" and all(t.shape(a)[-1:] == (x.size(-1),) for a in value.args):
         # Sizes that only broadcast stay open: the value has fewer numbers than the symbol then.
         number = _inner(t, *value.args)
         number = t.emit("view", number, attrs=((*t.shape(number), 1),)) if keepdim else number
-        return t.result(meta, number, x.rows)
-    folded = tuple(1 if d + skip in dims else n for d, n in enumerate(x.sizes))
+        return t.result(meta, number, x.rows, lead=lead)
+    axes = {x.axis(d) for d in dims}
+    parts = stacked_parts(t, t.full(x), *axes) if len(axes) == 1 else None
+    if parts is not None:
+        total = reduce(lambda one, other: t.emit("add", one, other), parts)
+        return t.result(meta, t.emit("view", total, attrs=(row,)), x.rows, lead=lead)
+    folded = tuple(1 if axis in axes else n for axis, n in enumerate(x.sizes))
     number = t.emit("fold", t.full(x), attrs=(folded,))
-    return t.result(meta, t.emit("view", number, attrs=(x.row(meta.shape),)), x.rows)
+    return t.result(meta, t.emit("view", number, attrs=(row,)), x.rows, lead=lead)
 
 
 @names("amax")
 def _amax(t: Tracer, func: Any, x: Symbol, dim: Any = (), keepdim: bool = False) -> Symbol:
-    (x,) = values(t, x)
+    (x,) = values(t, x, any_axis=True)
     dims, rank = _dims(t, x, dim), len(x.sizes)
     require(len(dims) == 1, "several dimensions")
-    axis = dims[0] - (x.rows is not None)
-    order = (*(i for i in range(rank) if i != axis), axis)
-    number, meta = t.emit("amax", t.emit("permute", t.full(x), attrs=(order,))), func(x, dims[0], keepdim)
-    return t.result(meta, t.emit("view", number, attrs=(x.row(meta.shape),)), x.rows)
+    axis, meta = x.axis(dims[0]), func(x, dims[0], keepdim)
+    row, lead = _row(x, meta, dims)
+    order, parts = (*(i for i in range(rank) if i != axis), axis), stacked_parts(t, t.full(x), axis)
+    if parts is not None and len(parts) == 2:
+        number = t.emit("maximum", *parts)
+    else:
+        number = t.emit("amax", t.emit("permute", t.full(x), attrs=(order,)))
+    return t.result(meta, t.emit("view", number, attrs=(row,)), x.rows, lead=lead)
 
 
 # Products -------------------------------------------------------------------------------------------------------------
@@ -179,21 +217,27 @@ def _of_one_dtype(t: Tracer, *factors: Symbol) -> None:
 
 @names("linear")
 def _linear(t: Tracer, func: Any, x: Symbol, weight: Any, bias: Any = None) -> Symbol:
-    x, w = values(t, x, weight)
+    x, w = values(t, x, weight, any_axis=True)
     _of_one_dtype(t, x, w, *(() if bias is None else (t.symbol(bias),)))
+    if x.lead and x.lead == x.dim() - 1:
+        raise t.stop("a product over the rows")
     require(w.rows is None and w.dim() == 2 and x.size(-1) == w.size(1), "a weight that is no matrix of that size")
     # Torch's meta function of a product with a bias is one of Python.
     is_alike = x.dtype is w.dtype and (bias is None or bias.dtype is x.dtype and bias.shape == w.shape[:1])
     meta = x.new_empty((*x.shape[:-1], w.size(0))) if is_alike else func(x, weight, bias)
-    out = t.result(meta, _mapped(t, t.full(x), t.emit("permute", t.full(w), attrs=((1, 0),))), x.rows)
+    out = t.result(meta, _mapped(t, t.full(x), t.emit("permute", t.full(w), attrs=((1, 0),))), x.rows, lead=x.lead)
     return out if bias is None else pointwise(t, meta, "add", out, bias)
 
 
 @names("matmul", "mm", "bmm")
 def matmul(t: Tracer, func: Any, x: Any, y: Any) -> Symbol:
     """Multiply rows, or the vectors or matrices in each row."""
-    meta, (x, y) = func(x, y), values(t, x, y)
+    meta, (x, y) = func(x, y), values(t, x, y, any_axis=True)
     _of_one_dtype(t, x, y)
+    if x.lead or y.lead:
+        if y.rows is not None or y.dim() != 2 or x.lead == x.dim() - 1:
+            raise t.stop("a product of nodes along another dimension than the first")
+        return t.result(meta, _mapped(t, t.full(x), t.full(y)), x.rows, lead=x.lead)
     rows, a, b = x.rows or y.rows, t.full(x), t.full(y)
     if rows is not None and (meta.dim() == 0 or t.domain_of_size(meta.size(0)) is not rows or y.dim() > x.dim() + 1):
         raise t.stop("a product over the rows")

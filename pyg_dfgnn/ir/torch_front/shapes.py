@@ -12,11 +12,11 @@ from torch import Tensor
 from pyg_dfgnn.ir.domains import E
 from pyg_dfgnn.ir.program import broadcast, skip_views
 from pyg_dfgnn.ir.torch_front.pointwise import size_of
-from pyg_dfgnn.ir.torch_front.reductions import index_select
+from pyg_dfgnn.ir.torch_front.reductions import index_select, stacked_parts
 from pyg_dfgnn.ir.torch_front.registry import FUNCTIONS, names, require, values
 from pyg_dfgnn.ir.torch_front.symbols import Symbol, Tracer
 
-_MOVED = "the rows are no longer the first dimension"
+_MOVED = "the rows are no longer one dimension"
 _BY_POSITION = "some rows are taken by their position"
 
 
@@ -25,16 +25,24 @@ def _reshaped(t: Tracer, x: Symbol, meta: Tensor) -> Symbol:
     x.shared = True
     if x.ids is not None and x.ids is not E and meta.numel() == x.numel():
         return t.result(meta, None, x.rows, ids=x.ids, shared=True)
-    (x,) = values(t, x)
-    if x.rows is not None and (meta.dim() == 0 or meta.size(0) != x.size(0)):
-        raise t.stop(_MOVED)
-    row = x.row(meta.shape)
+    (x,) = values(t, x, any_axis=True)
+    lead, row = 0, tuple(meta.shape)
+    if x.rows is not None:
+        size, before = x.size(x.lead), prod(x.shape[: x.lead])
+        leads = [k for k, n in enumerate(row) if n == size and prod(row[:k]) == before]
+        if not leads:
+            raise t.stop(_MOVED)
+        lead = leads[0]
+        row = (*row[:lead], *row[lead + 1 :])
+    parts = stacked_parts(t, t.full(x), 0) if len(x.sizes) > 1 == len(row) else None
     if prod(t.shape(t.id(x))) == 1:
         # One number, however often it is repeated.
         number = t.emit("view", t.id(x), attrs=((1,) * len(row),))
+    elif parts is not None:
+        number = t.emit("concat", *(t.emit("view", part, attrs=((prod(t.shape(part)),),)) for part in parts))
     else:
         number = t.emit("view", t.full(x), attrs=(row,))
-    return t.result(meta, number, x.rows, shared=True)
+    return t.result(meta, number, x.rows, lead=lead, shared=True)
 
 
 @names("view", "reshape", "flatten", "unflatten", "squeeze", "unsqueeze", "view_as", "reshape_as", "ravel")
@@ -60,29 +68,32 @@ def _expand(t: Tracer, func: Any, x: Symbol, *args: Any, **kwargs: Any) -> Symbo
     x.shared = True
     if x.ids is not None:
         return t.result(meta, None, x.rows, ids=x.ids, shared=True)
-    (x,) = values(t, x)
+    (x,) = values(t, x, any_axis=True)
     number, rows, shape = t.id(x), x.rows, t.shape(t.id(x))
-    if rows is not None and meta.dim() != x.dim():
-        raise t.stop(_MOVED)
-    if rows is None and meta.dim():
-        rows = t.domain_of_size(meta.size(0))
-        if rows is not None and len(shape) == meta.dim():
-            number = t.emit("view", number, attrs=(shape[1:],))
-    return t.result(meta, number, rows, shared=True)
+    lead = x.lead + meta.dim() - x.dim()
+    if rows is None:
+        leads = [k for k, n in enumerate(meta.shape) if t.domain_of_size(n) is not None]
+        if len(leads) > 1:
+            raise t.stop("rows meet another dimension")
+        lead = leads[0] if leads else 0
+        rows = t.domain_of_size(meta.size(lead)) if leads else None
+        at = lead - meta.dim() + len(shape)
+        if leads and at >= 0:
+            number = t.emit("view", number, attrs=((*shape[:at], *shape[at + 1 :]),))
+    return t.result(meta, number, rows, lead=lead, shared=True)
 
 
 @names("permute", "transpose", "movedim", "swapaxes", "t", "T", "mT", "swapdims")
 def _permute(t: Tracer, func: Any, x: Symbol, *args: Any, **kwargs: Any) -> Symbol:
     meta = func(x, *args, **kwargs)
-    (x,) = values(t, x)
-    x.shared = True
+    (x,) = values(t, x, any_axis=True)
+    x.shared, lead = True, 0
     # The order is read off a small tensor whose sizes all differ.
     order = [size - 2 for size in func(torch.empty(tuple(range(2, 2 + x.dim())), device="meta"), *args, **kwargs).shape]
     if x.rows is not None:
-        if order[0] != 0:
-            raise t.stop(_MOVED)
-        order = [i - 1 for i in order[1:]]
-    return t.result(meta, t.emit("permute", t.full(x), attrs=(tuple(order),)), x.rows, shared=True)
+        lead = order.index(x.lead)
+        order = [i - (i > x.lead) for i in order if i != x.lead]
+    return t.result(meta, t.emit("permute", t.full(x), attrs=(tuple(order),)), x.rows, lead=lead, shared=True)
 
 
 FUNCTIONS[".T"] = lambda t, x: _permute(t, lambda y: y.T, t.symbol(x))
@@ -134,23 +145,23 @@ def _joined(func: Any, tensors: Sequence[Tensor], dim: int) -> Tensor:
 
 @names("cat", "concat", "concatenate")
 def _cat(t: Tracer, func: Any, tensors: Sequence[Any], dim: int = 0) -> Symbol:
-    meta, symbols = _joined(func, tensors, dim), values(t, *tensors)
+    meta, symbols = _joined(func, tensors, dim), values(t, *tensors, any_axis=True)
     like = next((x for x in symbols if x.rows is not None), symbols[0])
     dim %= meta.dim()
-    if like.rows is not None and dim == 0:
+    if like.rows is not None and dim == like.lead:
         raise t.stop("rows are joined, not their numbers")
-    axis = dim - (like.rows is not None)
+    axis = like.axis(dim)
     order, back = _last(axis, len(like.sizes))
     numbers = []
     for x in symbols:
         number = t.emit("expand", t.aligned(x, like)[0][0], attrs=(like.row(x.shape),))
         numbers.append(t.emit("permute", number, attrs=(order,)))
-    return t.result(meta, t.emit("permute", t.emit("concat", *numbers), attrs=(back,)), like.rows)
+    return t.result(meta, t.emit("permute", t.emit("concat", *numbers), attrs=(back,)), like.rows, lead=like.lead)
 
 
 @names("stack")
 def _stack(t: Tracer, func: Any, tensors: Sequence[Any], dim: int = 0) -> Any:
-    symbols = values(t, *tensors)
+    symbols = values(t, *tensors, any_axis=True)
     dim %= symbols[0].dim() + 1
     with t:
         return torch.cat([x.unsqueeze(dim) for x in symbols], dim)
@@ -158,21 +169,24 @@ def _stack(t: Tracer, func: Any, tensors: Sequence[Any], dim: int = 0) -> Any:
 
 def _sliced(t: Tracer, x: Symbol, dim: int, begin: int, end: int) -> Symbol:
     """Return a range of a dimension that is not that of rows."""
-    if x.rows is not None and dim == 0:
+    if x.rows is not None and dim == x.lead:
         raise t.stop(_BY_POSITION)
     x.shared = True
-    number, axis, value = t.full(x), dim - (x.rows is not None), t.value(x)
+    number, axis, value = t.full(x), x.axis(dim), t.value(x)
     if value.op == "concat" and axis != len(x.sizes) - 1:
         # The parts keep apart, so that maps of them may be those of nodes.
         parts = [_ranged(t, arg, axis, begin, end) for arg in value.args]
         number = t.emit("concat", *parts)
     else:
         number = _ranged(t, number, axis, begin, end)
-    return t.result(x.narrow(dim, begin, end - begin), number, x.rows, shared=True)
+    return t.result(x.narrow(dim, begin, end - begin), number, x.rows, lead=x.lead, shared=True)
 
 
 def _ranged(t: Tracer, number: int, axis: int, begin: int, end: int) -> int:
     value, shape = t.builder.values[number], t.shape(number)
+    parts = stacked_parts(t, number, axis) if end == begin + 1 else None
+    if parts is not None:
+        return t.emit("view", parts[begin], attrs=((*shape[:axis], 1, *shape[axis + 1 :]),))
     if value.op == "expand" and ((1,) * len(shape) + t.shape(value.args[0]))[axis - len(shape)] == 1:
         return t.emit("expand", value.args[0], attrs=((*shape[:axis], end - begin, *shape[axis + 1 :]),))
     flat = skip_views(t.builder.values, number)
@@ -188,7 +202,7 @@ def _ranged(t: Tracer, number: int, axis: int, begin: int, end: int) -> int:
 
 @names("narrow", "select")
 def _narrow(t: Tracer, func: Any, x: Symbol, dim: int, start: int, length: int | None = None) -> Symbol:
-    meta, (x,) = func(x, dim, start, *(() if length is None else (length,))), values(t, x)
+    meta, (x,) = func(x, dim, start, *(() if length is None else (length,))), values(t, x, any_axis=True)
     dim %= x.dim()
     start = start + x.size(dim) if start < 0 else start
     return _reshaped(t, _sliced(t, x, dim, start, start + (1 if length is None else length)), meta)
@@ -196,7 +210,7 @@ def _narrow(t: Tracer, func: Any, x: Symbol, dim: int, start: int, length: int |
 
 @names("chunk", "split", "tensor_split", "split_with_sizes", "unsafe_chunk")
 def _split(t: Tracer, func: Any, x: Symbol, parts: Any, dim: int = 0) -> tuple[Symbol, ...]:
-    metas, (x,) = func(x, parts, dim=dim), values(t, x)
+    metas, (x,) = func(x, parts, dim=dim), values(t, x, any_axis=True)
     dim %= x.dim()
     ends = [sum(m.size(dim) for m in metas[: k + 1]) for k in range(len(metas))]
     return tuple(_sliced(t, x, dim, end - m.size(dim), end) for m, end in zip(metas, ends))
@@ -206,7 +220,7 @@ def _split(t: Tracer, func: Any, x: Symbol, parts: Any, dim: int = 0) -> tuple[S
 def _unbind(t: Tracer, func: Any, x: Symbol, dim: int = 0) -> tuple[Symbol, ...]:
     if x.ids is E:
         return tuple(t.ends_of(x, row) for row in (0, 1))
-    metas, (x,) = func(x, dim), values(t, x)
+    metas, (x,) = func(x, dim), values(t, x, any_axis=True)
     dim %= x.dim()
     return tuple(_reshaped(t, _sliced(t, x, dim, k, k + 1), meta) for k, meta in enumerate(metas))
 
@@ -225,7 +239,7 @@ def _getitem(t: Tracer, func: Any, x: Symbol, key: Any) -> Any:
     at, taken = keys.index(Ellipsis), sum(k is not None and k is not Ellipsis for k in keys)
     keys = (*keys[:at], *(slice(None),) * (x.dim() - taken), *keys[at + 1 :])
     require(all(k is None or type(k) in (slice, int) for k in keys), "an index that is no number or range")
-    meta, (x,) = func(x, key), values(t, x)
+    meta, (x,) = func(x, key), values(t, x, any_axis=True)
     for dim, k in enumerate(k for k in keys if k is not None):
         size = x.size(dim)
         begin, end, step = k.indices(size) if isinstance(k, slice) else (k % size, k % size + 1, 1)

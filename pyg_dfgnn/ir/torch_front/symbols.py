@@ -113,6 +113,10 @@ class Symbol(Tensor):
         """Return a shape without the dimension of rows."""
         return tuple(shape) if self.rows is None else (*shape[: self.lead], *shape[self.lead + 1 :])
 
+    def axis(self, dim: int) -> int:
+        """Return the place among the sizes of a row of a dimension that is not that of rows."""
+        return dim - (self.rows is not None and dim > self.lead)
+
 
 _PRODUCTS = frozenset("linear matmul mm bmm addmm rmatmul".split())
 _EXACT = frozenset(
@@ -200,12 +204,20 @@ class Tracer(TorchFunctionMode):
         meta = torch.empty(*shape[:axis], size, *shape[axis:], dtype=tensor.dtype, device="meta")
         return Symbol.of(meta, None, None, lead=axis, lift=lift, shared=True)
 
-    def row_input(self, name: str, tensor: Tensor, domain: Domain) -> Symbol:
-        """Return an input with a row per row of a domain; integers have no value, those of edges may be types."""
+    def row_input(self, name: str, tensor: Tensor, domain: Domain, axis: int = 0) -> Symbol:
+        """Return an input with a row per row of a domain; integers have no value, those of edges may be types.
+
+        Args:
+            name: Name of the argument.
+            tensor: The input.
+            domain: The domain.
+            axis: The dimension of rows.
+        """
         size = {E: self.sizes.edges, D: self.sizes.targets, S: self.sizes.sources}[domain]
-        meta = torch.empty(size, *tensor.shape[1:], dtype=tensor.dtype, device="meta")
+        shape = (*tensor.shape[:axis], *tensor.shape[axis + 1 :])
+        meta = torch.empty(*shape[:axis], size, *shape[axis:], dtype=tensor.dtype, device="meta")
         if tensor.is_floating_point():
-            return Symbol.of(meta, self._input(name, domain, tuple(tensor.shape[1:])), domain, shared=True)
+            return Symbol.of(meta, self._input(name, domain, shape), domain, lead=axis, shared=True)
         are_types = domain is E and tensor.dim() == 1 and tensor.dtype in (torch.int64, torch.int32)
         return Symbol.of(meta, None, domain, ids=Types(name) if are_types else None, shared=True)
 
