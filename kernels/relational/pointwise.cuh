@@ -41,4 +41,21 @@ POINTWISE point_gelu(float x) { return 0.5f * x * (1.0f + erff(x * 0.70710678118
 POINTWISE point_sigmoid(float x) { return 1.0f / (1.0f + expf(-x)); }
 POINTWISE point_silu(float x) { return x / (1.0f + expf(-x)); }
 POINTWISE point_tanh(float x) { return tanhf(x); }
+POINTWISE point_sinh(float x) { return sinhf(x); }
+POINTWISE point_cosh(float x) { return coshf(x); }
+POINTWISE point_asin(float x) { return asinf(x); }
+POINTWISE point_acos(float x) { return acosf(x); }
+POINTWISE point_atan(float x) { return atanf(x); }
+POINTWISE point_asinh(float x) { return asinhf(x); }
+POINTWISE point_acosh(float x) { return acoshf(x); }
+POINTWISE point_atanh(float x) { return atanhf(x); }
+POINTWISE point_expm1(float x) { return expm1f(x); }
+POINTWISE point_log1p(float x) { return log1pf(x); }
+POINTWISE point_atan2(float y, float x) { return atan2f(y, x); }
+POINTWISE point_floor(float x) { return floorf(x); }
+POINTWISE point_round(float x) { return rintf(x); }
+POINTWISE point_remainder(float a, float b) {
+    const float rest = fmodf(a, b);
+    return rest != 0.0f && (rest < 0.0f) != (b < 0.0f) ? rest + b : rest;
+}
 POINTWISE point_softplus(float x) { return x > 20.0f ? x : log1pf(expf(x)); }

@@ -58,6 +58,14 @@ def _silu_slope(emit: Emit, x: int, y: int) -> int:
     return emit("add", s, emit("mul", y, emit("sub", 1.0, s)))
 
 
+def _inverse_root(emit: Emit, x: int) -> int:
+    return emit("pow", x, attrs=(-0.5,))
+
+
+def _sum_of_squares(emit: Emit, x: int, y: int) -> int:
+    return emit("add", emit("mul", x, x), emit("mul", y, y))
+
+
 def _larger(emit: Emit, x: int, y: int) -> int:
     return emit("add", emit("greater", x, y), emit("mul", emit("eq", x, y), 0.5))
 
@@ -90,6 +98,20 @@ POINTWISE: dict[str, Pointwise] = {
     "heaviside": Pointwise(_heaviside, (None,)),
     "in_range": Pointwise(_in_range, (None,), 2),
     "sign": Pointwise(torch.sign, (None,)),
+    "floor": Pointwise(torch.floor, (None,)),
+    "round": Pointwise(torch.round, (None,)),
+    # The rest of a division, with the sign of the divisor.
+    "remainder": Pointwise(
+        torch.remainder, (lambda e, a, k, y: 1.0, lambda e, a, k, y: e("neg", e("floor", e("div", a[0], a[1]))))
+    ),
+    # Of two zeros the derivative is no number, as torch has it.
+    "atan2": Pointwise(
+        torch.atan2,
+        (
+            lambda e, a, k, y: e("div", a[1], _sum_of_squares(e, *a)),
+            lambda e, a, k, y: e("neg", e("div", a[0], _sum_of_squares(e, *a))),
+        ),
+    ),
     "neg": _one(torch.neg, lambda e, x, k, y: -1.0),
     "abs": _one(torch.abs, lambda e, x, k, y: e("sign", x)),
     "exp": _one(torch.exp, lambda e, x, k, y: y),
@@ -99,6 +121,16 @@ POINTWISE: dict[str, Pointwise] = {
     "sin": _one(torch.sin, lambda e, x, k, y: e("cos", x)),
     "cos": _one(torch.cos, lambda e, x, k, y: e("neg", e("sin", x))),
     "erf": _one(torch.erf, lambda e, x, k, y: e("mul", e("exp", e("neg", e("mul", x, x))), 2 / sqrt(pi))),
+    "sinh": _one(torch.sinh, lambda e, x, k, y: e("cosh", x)),
+    "cosh": _one(torch.cosh, lambda e, x, k, y: e("sinh", x)),
+    "asin": _one(torch.asin, lambda e, x, k, y: _inverse_root(e, e("sub", 1.0, e("mul", x, x)))),
+    "acos": _one(torch.acos, lambda e, x, k, y: e("neg", _inverse_root(e, e("sub", 1.0, e("mul", x, x))))),
+    "atan": _one(torch.atan, lambda e, x, k, y: e("div", 1.0, e("add", e("mul", x, x), 1.0))),
+    "asinh": _one(torch.asinh, lambda e, x, k, y: _inverse_root(e, e("add", e("mul", x, x), 1.0))),
+    "acosh": _one(torch.acosh, lambda e, x, k, y: _inverse_root(e, e("sub", e("mul", x, x), 1.0))),
+    "atanh": _one(torch.atanh, lambda e, x, k, y: e("div", 1.0, e("sub", 1.0, e("mul", x, x)))),
+    "expm1": _one(torch.expm1, lambda e, x, k, y: e("add", y, 1.0)),
+    "log1p": _one(torch.log1p, lambda e, x, k, y: e("div", 1.0, e("add", x, 1.0))),
     "clamp": _one(torch.clamp, lambda e, x, k, y: e("in_range", x, attrs=k), 2),
     "relu": _one(F.relu, lambda e, x, k, y: e("heaviside", x)),
     "leaky_relu": _one(F.leaky_relu, lambda e, x, k, y: e("where", e("heaviside", x), 1.0, float(k[0])), 1),
@@ -111,5 +143,5 @@ POINTWISE: dict[str, Pointwise] = {
     "softplus": _one(F.softplus, lambda e, x, k, y: e("sigmoid", x)),
 }
 """Name -> pointwise function."""
-COMPARISONS = ("in_range", "eq", "greater", "sign", "heaviside")
+COMPARISONS = ("in_range", "eq", "greater", "sign", "heaviside", "floor", "round", "remainder")
 """Pointwise functions that jump, with which gradients choose their branch."""

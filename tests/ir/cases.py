@@ -179,7 +179,7 @@ def many_gaussians(x: S, edge: E, mu: One, sigma: One, g: One):
     return sum_to(D, product.emit("fold", attrs=((1, channels),)).view(-1))
 
 
-POINTWISE_CHAIN = "sigmoid tanh gelu silu softplus elu relu abs exp sin cos erf neg".split()
+POINTWISE_CHAIN = "sigmoid tanh gelu silu softplus elu relu abs exp sin cos erf neg atan asinh".split()
 
 
 @relational

@@ -24,6 +24,10 @@ def functions(x: S, e: E):
     out = (y + 1.0).apply("log") + (y + 0.5).apply("sqrt") + y**3 - 2.0 / (y * y + 1.0)
     for name in "sigmoid tanh gelu silu softplus elu relu abs exp sin cos erf neg sign heaviside".split():
         out = out + (x - e).apply(name)
+    inside = 0.9 * (x - e).apply("tanh")
+    for name in "atan asinh sinh cosh asin acos atanh expm1 log1p floor round".split():
+        out = out + inside.apply(name)
+    out = out + (y + 1.5).apply("acosh") + x.apply("atan2", e) + (3.0 * x).apply("remainder", e * e + 0.5)
     for name in ("eq", "greater", "maximum"):
         out = out + x.apply(name, e)
     for exponent in (-2, -1, -0.5, 0, 0.5, 1, 2, 2.5):

@@ -247,7 +247,7 @@ REFUSED: dict[str, Case] = {
     "DNAConv": Case(
         partial(pyg.DNAConv, FEATURES),
         lambda c, i: c(i.draw("x", i.graph.num_src, 2, FEATURES), i.edge_index),
-        "`max` has no meaning in a program",
+        "places of the numbers that it takes",
     ),
     "MeshCNNConv": Case(partial(pyg.MeshCNNConv, FEATURES, WIDTH), _mesh, "a step other than 1"),
 }

@@ -373,9 +373,42 @@ def in_programs(layer, y, x):
     return [*found, F.selu(x), F.elu(x, 2.0), F.relu6(x), F.hardtanh(x), x.clamp(0.0, 6.0)]
 
 
+def more_in_programs(layer, y, x):
+    inside, positive, pairs = 0.9 * x.tanh(), x * x + 0.1, x.view(-1, 2, 2)
+    found = [torch.acos(inside), inside.asin(), torch.atan(x), x.arctan(), torch.asinh(x), torch.acosh(positive + 1.0)]
+    found += [torch.atanh(inside), torch.sinh(inside), inside.cosh(), torch.expm1(1e-9 * x) * 1e9, torch.log2(positive)]
+    found += [torch.atan2(y, x.abs() + 0.1), torch.arctan2(x, -positive), positive.log10(), torch.sgn(x) * y]
+    found += [torch.remainder(x, 0.7), (x + torch.pi) % (2 * torch.pi) - torch.pi, x % -positive, torch.floor(x) * y]
+    found += [x.round() * y, (x * 0.5).ceil() * y, torch.trunc(x) * y, x.frac(), torch.isnan(x) * y, torch.deg2rad(x)]
+    found += [F.softplus(x, beta=3.0), F.gelu(x, approximate="tanh"), F.hardswish(x), F.tanhshrink(x), F.glu(x)]
+    found += [
+        F.softmin(x, dim=-1),
+        torch.logsumexp(x, -1, keepdim=True),
+        x.masked_fill(x < 9, -torch.inf).logsumexp([1], True),
+    ]
+    found += [
+        x.std(-1, keepdim=True),
+        torch.var(x, 1, unbiased=False, keepdim=True),
+        x.var((1,), correction=0)[:, None],
+    ]
+    found += [torch.zeros_like(x).mul(x).std(-1, keepdim=True), x.amin(-1, keepdim=True), torch.max(x, y), x.min(y)]
+    found += [torch.einsum("ec,ec->e", x, y).unsqueeze(-1), torch.einsum("ehc,c->eh", pairs, layer.vector[:2])]
+    return [
+        *found,
+        torch.einsum("eh, ehc -> ech", y[:, :2], pairs).flatten(1),
+        torch.einsum("ea,eb->eab", x, y).sum(-1),
+    ]
+
+
 def beside_programs(layer, y, x):
     pairs, single = x.view(-1, 2, 2), torch.float32
-    found = [F.softplus(x, beta=3.0), F.softplus(x, threshold=0.1), F.gelu(x, approximate="tanh"), x[:, ::2]]
+    found = [
+        F.softplus(x, threshold=0.1),
+        x.max(-1, keepdim=True)[0],
+        x[:, ::2],
+        torch.einsum("ehc,hd->ecd", pairs, pairs[0]),
+    ]
+    found[-1] = found[-1].flatten(1)
     found += [x[:, [0, 2]], torch.div(x, 0.3, rounding_mode="floor"), x.sum(-1, keepdim=True, dtype=single).double()]
     found += [F.softmax(x, dim=-1, dtype=single).double(), F.log_softmax(x, dim=-1, dtype=single).double()]
     found += [x.norm(p=3, dim=-1, keepdim=True), torch.linalg.norm(pairs, ord="nuc", dim=(1, 2)).view(-1, 1)]
@@ -389,12 +422,12 @@ def beside_graphs(layer, y, x):
     return [*found, x * torch.linalg.norm(x.view(-1, 2, 2), 2, dim=(1, 2)).view(-1, 1)]
 
 
-@pytest.mark.parametrize("functions", [in_programs, beside_programs, beside_graphs])
+@pytest.mark.parametrize("functions", [in_programs, more_in_programs, beside_programs, beside_graphs])
 def test_functions_and_their_options(functions, x, edge_index, graphs):
     nodes, kinks = torch.arange(NODES), torch.tensor([0.0, 6.0, -1.0, 1.0, 3.0, -3.0, 0.5])
     features = x.detach().index_put((nodes, nodes % CHANNELS), kinks).requires_grad_()
     compare(twins(Calling, functions), features, edge_index)
-    assert graphs.is_fused == (functions is in_programs)
+    assert graphs.is_fused == (functions in (in_programs, more_in_programs))
 
 
 @pytest.mark.parametrize("options", [{}, {"padding_idx": 1}, {"max_norm": 0.5}, {"scale_grad_by_freq": True}], ids=str)

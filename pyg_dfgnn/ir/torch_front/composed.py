@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from math import prod
+from math import inf, log, pi, prod
 from typing import Any
 
 import torch
@@ -48,12 +48,63 @@ def _register_composed() -> None:
             weight = weight.view(-1, *(1,) * (x.dim() - 2))
         return torch.where(x > 0, x, weight * x)
 
-    def log1p(x: Any) -> Any:
-        near, plain = 1 + x, (1 + x).log()
-        # What rounding 1 + x takes from the logarithm of numbers close to 1, log(u) / (u - 1) lacks as well.
-        is_one = near == 1
-        exact = torch.where(is_one, x, plain * x / torch.where(is_one, 1.0, near - 1))
-        return plain + torch.where(x * x < 1e-2, exact - plain, 0.0).detach()
+    def trunc(x: Any) -> Any:
+        return torch.where(x < 0, -(-x).floor(), x.floor())
+
+    def glu(x: Any, dim: int = -1) -> Any:
+        rows, gates = x.chunk(2, dim)
+        return rows * gates.sigmoid()
+
+    def logsumexp(x: Any, dim: Any, keepdim: bool = False) -> Any:
+        dim = dim[0] if isinstance(dim, (tuple, list)) and len(dim) == 1 else dim
+        most = x.amax(dim, keepdim=True).detach()
+        most = torch.where(most.abs() == inf, 0.0, most)
+        return (x - most).exp().sum(dim, keepdim).log() + (most if keepdim else most.squeeze(dim))
+
+    def var(x: Any, dim: Any = None, unbiased: bool = True, keepdim: bool = False, *, correction: Any = None) -> Any:
+        correction = int(unbiased) if correction is None else correction
+        dims = dim if isinstance(dim, (tuple, list)) else (dim,)
+        require(all(isinstance(d, int) for d in dims) and isinstance(unbiased, bool), "a variance of all rows")
+        count = prod(x.shape[d] for d in dims)
+        require(count > correction, "as few numbers as the correction")
+        centred = x - mean(x, dims, True)
+        return (centred * centred).sum(dims, keepdim) / (count - correction)
+
+    def std(x: Any, *args: Any, **named: Any) -> Any:
+        square = var(x, *args, **named)
+        # The gradient at zero is zero, as torch has it.
+        return torch.where(square == 0, 0.0, torch.where(square == 0, 1.0, square).sqrt())
+
+    def extreme(
+        x: Any, y: Any = None, keepdim: bool = False, *, dim: Any = None, is_min: bool = False, **named: Any
+    ) -> Any:
+        other = named.pop("other", y if isinstance(y, torch.Tensor) else None)
+        require(other is not None and dim is None and not named, "places of the numbers that it takes")
+        return torch.minimum(x, other) if is_min else torch.maximum(x, other)
+
+    def einsum(equation: str, *operands: Any) -> Any:
+        left, arrow, result = equation.replace(" ", "").partition("->")
+        labels = left.split(",")
+        require(bool(arrow) and len(labels) == len(operands) == 2 and "." not in equation, "another form of equation")
+        first, second = map(set, labels)
+        summed = (first | second) - set(result)
+        is_plain = all(len(set(each)) == len(each) for each in (*labels, result))
+        # All else is a product of matrices.
+        is_nested = first <= second or second <= first
+        require(is_plain and summed <= first & second and (is_nested or not summed), "a product of matrices")
+        order = result if not summed else max(labels, key=len)
+        aligned = []
+        for operand, own in zip(operands, labels):
+            places = [own.index(label) for label in order if label in own]
+            operand = operand if places == sorted(places) else operand.permute(places)
+            for place, label in enumerate(order):
+                operand = operand if label in own else operand.unsqueeze(place)
+            aligned.append(operand)
+        product = aligned[0] * aligned[1]
+        if summed:
+            product = product.sum([place for place, label in enumerate(order) if label in summed])
+            order = "".join(label for label in order if label not in summed)
+        return product if order == result else product.permute([order.index(label) for label in result])
 
     def threshold(x: Any, threshold: float, value: float) -> Any:
         return torch.where((x < threshold) | (x == threshold), value, x)
@@ -115,7 +166,26 @@ def _register_composed() -> None:
         "minimum": lambda x, y: -torch.maximum(-x, -y),
         "square": lambda x: x * x,
         "rsqrt": lambda x: 1 / x.sqrt(),
-        "log1p": log1p,
+        "log2": lambda x: x.log() * (1 / log(2)),
+        "log10": lambda x: x.log() * (1 / log(10)),
+        "ceil": lambda x: -(-x).floor(),
+        "trunc": trunc,
+        "fix": trunc,
+        "frac": lambda x: x - trunc(x),
+        "isnan": lambda x: x != x,
+        "deg2rad": lambda x: x * (pi / 180),
+        "rad2deg": lambda x: x * (180 / pi),
+        "glu": glu,
+        "softmin": lambda x, dim=None, _stacklevel=3, dtype=None: softmax(-x, dim, _stacklevel, dtype),
+        "hardswish": lambda x: x * hardsigmoid(x),
+        "tanhshrink": lambda x: x - x.tanh(),
+        "logsumexp": logsumexp,
+        "var": var,
+        "std": std,
+        "amin": lambda x, dim=(), keepdim=False: -(-x).amax(dim, keepdim),
+        "max": extreme,
+        "min": lambda x, *args, **named: extreme(x, *args, is_min=True, **named),
+        "einsum": einsum,
         "logsigmoid": lambda x: -F.softplus(-x),
         "relu6": lambda x: hardtanh(x, 0.0, 6.0),
         "hardtanh": hardtanh,

@@ -13,10 +13,17 @@ from torch import Tensor
 from pyg_dfgnn.ir.torch_front.registry import FUNCTIONS, names, pointwise, require, size_and_dtype, values
 from pyg_dfgnn.ir.torch_front.symbols import Symbol, Tracer, Types
 
-for _name in "neg abs exp log sqrt sin cos erf relu sigmoid tanh sign silu".split():
+_OF_ONE = (
+    "neg abs exp log sqrt sin cos erf relu sigmoid tanh sign silu sinh cosh asin acos atan asinh acosh atanh expm1 "
+    "log1p floor round"
+)
+for _name in _OF_ONE.split():
     FUNCTIONS[_name] = lambda t, func, x, op=_name: pointwise(t, size_and_dtype(func, x), op, x)
 FUNCTIONS.update(negative=FUNCTIONS["neg"], absolute=FUNCTIONS["abs"], special_expit=FUNCTIONS["sigmoid"])
-for _names, _op in {"mul multiply rmul": "mul", "gt greater": "greater", "maximum": "maximum", "eq": "eq"}.items():
+FUNCTIONS.update(sgn=FUNCTIONS["sign"], **{f"arc{_name}": FUNCTIONS[f"a{_name}"] for _name in ("sin", "cos", "tan")})
+FUNCTIONS.update({f"arc{_name}": FUNCTIONS[f"a{_name}"] for _name in ("sinh", "cosh", "tanh")})
+_OF_TWO = {"mul multiply rmul": "mul", "gt greater": "greater", "maximum": "maximum", "eq": "eq"}
+for _names, _op in {**_OF_TWO, "atan2 arctan2": "atan2", "remainder mod": "remainder"}.items():
     _dtype = torch.bool if _op in ("greater", "eq") else None
     for _name in _names.split():
         FUNCTIONS[_name] = lambda t, func, x, y, op=_op, dtype=_dtype: pointwise(
@@ -92,14 +99,20 @@ def _elu(t: Tracer, func: Any, x: Symbol, alpha: float = 1.0) -> Any:
 
 
 @names("gelu")
-def _gelu(t: Tracer, func: Any, x: Symbol, *, approximate: str = "none") -> Symbol:
-    require(approximate == "none", "an approximation")
+def _gelu(t: Tracer, func: Any, x: Symbol, *, approximate: str = "none") -> Any:
+    if approximate == "tanh":
+        with t:
+            # The square root of 2 / pi.
+            return 0.5 * x * (1 + torch.tanh(0.7978845608028654 * (x + 0.044715 * x * x * x)))
     return pointwise(t, size_and_dtype(func, x), "gelu", x)
 
 
 @names("softplus")
-def _softplus(t: Tracer, func: Any, x: Symbol, beta: float = 1, threshold: float = 20) -> Symbol:
-    require(beta == 1 and threshold == 20, "other than the default beta and threshold")
+def _softplus(t: Tracer, func: Any, x: Symbol, beta: float = 1, threshold: float = 20) -> Any:
+    require(threshold == 20, "another threshold")
+    if beta != 1:
+        with t:
+            return F.softplus(beta * x) / beta
     return pointwise(t, size_and_dtype(func, x), "softplus", x)
 
 

@@ -120,7 +120,8 @@ class Symbol(Tensor):
 
 _PRODUCTS = frozenset("linear matmul mm bmm addmm rmatmul".split())
 _EXACT = frozenset(
-    "exp log log1p pow rsqrt reciprocal sum norm softmax log_softmax softplus cosine_similarity layer_norm".split()
+    "acos asin cosh exp expm1 log log10 log1p log2 pow rsqrt sinh softmin tan reciprocal sum norm softmax log_softmax "
+    "softplus cosine_similarity layer_norm".split()
 )
 """Functions that autocast computes in float32 on CUDA devices."""
 
