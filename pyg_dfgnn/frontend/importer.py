@@ -162,12 +162,12 @@ class Draft:
             Refusal: It is no number of rows of this graph, and may not be fixed.
         """
         found, (first, second), target = expression_of(size), self.mesh.nodes, self.mesh.target
-        if isinstance(found, int):
-            return found
         source_size, target_size = (first, second) if target else (second, first)
         for known, prime in zip((self.mesh.edges, source_size, target_size), self.primes):
             if found == known:
                 return prime
+        if isinstance(found, int):
+            return found
         if found in self.mesh.largest:
             # Rows of nodes without edges are read by none.
             return self.primes.targets
@@ -184,7 +184,18 @@ class Draft:
         return tuple(self.fake(size, may_fix=axis is not None and dim != axis) for dim, size in enumerate(value.shape))
 
     def _meta(self, value: Tensor, axis: int | None = None) -> Tensor:
-        return torch.empty(self.shape_of(value, axis), dtype=value.dtype, device="meta")
+        return torch.empty(self._rows_of(value, axis), dtype=value.dtype, device="meta")
+
+    def _rows_of(self, value: Tensor, axis: int | None) -> tuple[int, ...]:
+        """Return the fake shape of an example, of which one dimension at most is that of rows.
+
+        Raises:
+            Refusal: Two are.
+        """
+        shape = self.shape_of(value, axis)
+        if sum(self.tracer.domain_of_size(size) is not None for size in shape) > 1:
+            raise self.tracer.stop("rows meet another dimension")
+        return shape
 
     # Operands --------------------------------------------------------------------------------------------------------
 
@@ -357,7 +368,7 @@ class Draft:
             if not isinstance(number, (int, float)):
                 raise tracer.stop("a number that is a tensor")
             with torch.enable_grad():
-                return filled(tracer, self.shape_of(value, self.axis_of(value)), number, value.dtype)
+                return filled(tracer, self._rows_of(value, self.axis_of(value)), number, value.dtype)
         if node in self.ends and (len(node.all_input_nodes) < 1 or node.all_input_nodes[0] not in self.ends):
             return tracer.ends_of(self.edge_symbol, self.ends[node].row)
 
@@ -380,7 +391,9 @@ class Draft:
         except TraceError:
             raise
         except Exception as error:
-            raise tracer.stop(f"`{name}`: {type(error).__name__}: {error}") from error
+            is_of_ours = any(str(size) in str(error) for size in self.primes)
+            what = "rows meet another dimension" if is_of_ours else f"{type(error).__name__}: {error}"
+            raise tracer.stop(f"`{name}`: {what}") from error
         if len(tracer.reasons) > reasons:
             raise TraceError(*tracer.reasons[reasons:])
         self.reads[node] = reads
@@ -411,7 +424,7 @@ class Draft:
         with DisableTorchFunction():
             have, dtype = tuple(symbol.shape), symbol.dtype
         if have != self.shape_of(value, symbol.lead):
-            raise self.tracer.stop(f"a shape of {list(have)} in place of {list(value.shape)}")
+            raise self.tracer.stop(f"a shape of {list(value.shape)} that a program has no rows of")
         if dtype is value.dtype:
             return symbol
         if not self.tracer.has_autocast:

@@ -137,21 +137,32 @@ def _meshes(graph: Graph, ends: dict[Node, Ends]) -> tuple[dict[Node, Mesh], lis
             found, dim = place
         if found is not None and isinstance(dim, int):
             like = value_of(node if _reduces(node, ends) else node.args[0])
-            sizes.setdefault((found.edges, found.row), []).append(expression_of(like.shape[dim]))
+            sizes.setdefault((found.edges, found.row), []).append(like.shape[dim])
     meshes, reasons = {}, list[str]()
     for edges, rows in reduced.items():
         target = max((1, 0), key=rows.count)
-        every = [sizes.get((edges, row), sizes[edges, target]) for row in (0, 1)]
+        of_rows = [sizes.get((edges, row), sizes[edges, target]) for row in (0, 1)]
+        for of_row in of_rows:
+            _settle(of_row)
+        every = [[expression_of(size) for size in of_row] for of_row in of_rows]
         # Features tell the number of nodes; what is computed from ids may be less.
         by_row = [next((size for size in reversed(each) if not _is_computed(size)), each[-1]) for each in every]
         largest = _largest(graph, ends, Ends(edges, target)) - {by_row[target]}
         count = expression_of(value_of(edges).shape[1])
-        if not any(isinstance(size, int) for size in (count, *by_row)) and count not in by_row:
+        if count not in by_row and not any(size in (0, 1) for size in by_row) and not isinstance(count, int):
             meshes[edges] = Mesh(count, (by_row[0], by_row[1]), target, largest)
         elif count not in (0, 1):
-            fixed = next((size for size in (*by_row, count) if isinstance(size, int)), count)
+            fixed = next((size for size in (count, *by_row) if isinstance(size, int)), count)
             reasons.append(f"{fixed} nodes or edges are fixed in the layer, as a number or a parameter of it")
     return meshes, reasons
+
+
+def _settle(sizes: list[Any]) -> None:
+    """Fix numbers of the same nodes where one of them is fixed: with another number the graph is captured anew."""
+    fixed = {expression_of(size) for size in sizes if isinstance(expression_of(size), int)}
+    for size in sizes:
+        if isinstance(size, torch.SymInt) and size.node.has_hint() and size.node.hint in fixed:
+            int(size)
 
 
 class Partition:

@@ -422,6 +422,8 @@ class Tracer(TorchFunctionMode):
             if meta.dtype.is_floating_point:
                 self.widest = meta.dtype if self.widest is None else torch.promote_types(self.widest, meta.dtype)
             have, want = self.shape(number), symbol.sizes
+            if any(size in self.sizes for size in want):
+                raise self.stop("rows meet another dimension")
             fits = len(have) <= len(want) and all(a in (1, b) for a, b in zip(have[::-1], want[::-1]))
             counts = {self.sizes.sources, self.sizes.edges if rows is E else self.sizes.targets}
             if not fits or (rows is not None and int(meta.size(symbol.lead)) not in counts):
