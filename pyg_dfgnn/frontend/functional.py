@@ -178,6 +178,8 @@ def functionalise(graph: Graph) -> Effects:
         earlier = sharing[key][: sharing[key].index(of_storage[-1])]
         chain = _chain([*earlier, of_storage[-1]], of_storage)
         plain = dict(zip(of_storage, map(_plain, of_storage)))
+        if chain is None and None not in plain.values() and _write_back(sharing[key], of_storage):
+            continue
         if chain is None or None in plain.values():
             pinned.update((*earlier, of_storage[-1]))
             _read_after(of_storage[-1], earlier)
@@ -236,6 +238,122 @@ def _chain(nodes: list[Node], edits: list[Node]) -> list[list[Node]] | None:
         if later is not None and any(order[user] > order[later] for value in values for user in value.users):
             return None
     return chain
+
+
+_RESHAPES = frozenset("view reshape unsqueeze squeeze flatten contiguous view_as".split())
+"""Functions of which a view has all numbers in their order."""
+
+
+def _write_back(nodes: list[Node], edits: list[Node]) -> bool:
+    """Write each edit of a part of rows on edges as a new value of the whole, of which later readers take views.
+
+    Args:
+        nodes: What has the memory, in order.
+        edits: Those of them that edit, each of which has the form of a new value.
+
+    Returns:
+        Whether it is done: all views are ranges, or of all numbers in their order.
+    """
+    base, counts = nodes[0], _edge_counts(nodes[0].graph)
+    if base.op in ("placeholder", "get_attr") or not _has_size(base, counts):
+        return False
+    # What each has the memory of, and what that is a part of.
+    views, wholes = {base: base}, dict[Node, Node]()
+    for node in nodes[1 : nodes.index(edits[-1]) + 1]:
+        first = node.args[0] if node.args else None
+        if not isinstance(first, Node) or first not in views:
+            return False
+        if node in edits:
+            views[node] = views[first]
+        elif _place_of(node) is not None and _has_size(node, counts):
+            views[node], wholes[node] = node, views[first]
+        else:
+            return False
+    now, graph = {base: base}, base.graph
+
+    def value(view: Node, reader: Node) -> Node:
+        """Return a view as a reader sees it."""
+        if view not in now:
+            whole = value(wholes[view], reader)
+            with graph.inserting_before(reader):
+                now[view] = graph.create_node(view.op, view.target, (whole, *view.args[1:]))
+            now[view].meta["example_value"], now[view].stack_trace = value_of(view), view.stack_trace
+        return now[view]
+
+    node = base.next
+    while node.op != "root":
+        following = node.next
+        for operand in node.all_input_nodes:
+            if operand in views and not _is_again(node, views, wholes):
+                node.replace_input_with(operand, value(views[operand], node))
+        if node in edits and _is_again(node, views, wholes):
+            graph.erase_node(node)
+        elif node in edits:
+            plain, view = _plain(node), views[node]
+            if plain is None:
+                raise TypeError(f"an edit by {name_of(node)} has lost its form")
+            node.op, node.target, node.args, node.kwargs = plain
+            if value_of(node) is None:
+                node.meta["example_value"] = value_of(view)
+            above = [view]
+            while above[-1] is not base:
+                above.append(wholes[above[-1]])
+            before = [value(each, node) for each in above]
+            now = {view: node}
+            for part, whole, old in zip(above, above[1:], before[1:]):
+                place = _place_of(part)
+                with graph.inserting_after(now[part]):
+                    if place == ():
+                        now[whole] = graph.call_method("view_as", (now[part], old))
+                    else:
+                        now[whole] = graph.call_function(_assigned, (old, place, now[part]))
+                now[whole].meta["example_value"], now[whole].stack_trace = value_of(whole), node.stack_trace
+        elif node in views:
+            now[node] = node
+        node = following
+    return True
+
+
+def _place_of(node: Node) -> tuple[Any, ...] | None:
+    """Return the index of a view in what it is a view of, empty if it has all numbers; None if it is no range of it."""
+    name, first = name_of(node), value_of(node.args[0])  # type: ignore[arg-type]
+    if node.kwargs or not isinstance(value_of(node), Tensor) or not isinstance(first, Tensor):
+        return None
+    if name in _RESHAPES:
+        return ()
+    rest = node.args[1:]
+    if name == "getitem":
+        key: tuple[Any, ...] = rest[0] if isinstance(rest[0], tuple) else (rest[0],)
+        bounds = [b for k in key for b in ((k.start, k.stop) if isinstance(k, slice) else (k,))]
+        is_whole = all(not isinstance(k, slice) or k.step in (None, 1) for k in key)
+        return key if is_whole and all(b is None or b is Ellipsis or type(b) is int for b in bounds) else None
+    if name in ("select", "narrow") and all(type(number) is int for number in rest):
+        dim, start = rest[0] % first.dim(), rest[1]  # type: ignore[operator]
+        part = start if name == "select" else slice(start, start + rest[2])  # type: ignore[operator]
+        return None if start < 0 else (*(slice(None),) * dim, part)  # type: ignore[operator]
+    return None
+
+
+def _is_again(node: Node, views: dict[Node, Node], wholes: dict[Node, Node]) -> bool:
+    """Return whether a node sets a part to itself, as Python does after an edit such as `x[0] *= 2`."""
+    if node.target is not operator.setitem or node.users or node.args[2] not in views:
+        return False
+    whole, key, part = node.args
+    view = views[part]  # type: ignore[index]
+    return view in wholes and wholes[view] is views.get(whole) and view.args[1:] == (key,)  # type: ignore[arg-type]
+
+
+def _edge_counts(graph: Graph) -> list[Any]:
+    """Return the numbers of columns of lists of edges."""
+    lists = [value_of(node) for node in graph.nodes]
+    lists = [x for x in lists if isinstance(x, Tensor) and x.dim() == 2 and x.dtype in (torch.int64, torch.int32)]
+    return [x.shape[1] for x in lists if isinstance(x.shape[1], torch.SymInt) and _is_alike(x.shape[0], 2)]
+
+
+def _has_size(node: Node, counts: list[Any]) -> bool:
+    """Return whether a dimension of a tensor is one of some numbers of rows."""
+    value = value_of(node)
+    return isinstance(value, Tensor) and any(_is_alike(size, count) for size in value.shape for count in counts)
 
 
 def _put(value: Tensor, index: Tensor, rows: Tensor) -> Tensor:

@@ -20,7 +20,7 @@ from pyg_dfgnn.settings import current
 from pyg_dfgnn.torch_private import DisableTorchFunction
 
 CONSTANTS = {
-    name: float("ones" in name) for kind in ("zeros", "ones") for name in (kind, f"new_{kind}", f"{kind}_like")
+    name: float("ones" in name) for kind in ("zeros", "ones", "empty") for name in (kind, f"new_{kind}", f"{kind}_like")
 }
 FILLS = frozenset({"full", "new_full", "full_like"})
 VIEWS = frozenset("view reshape unsqueeze squeeze expand expand_as flatten view_as".split()) | frozenset(

@@ -340,3 +340,109 @@ class JoinOfHeads(Heads):
     def message(self, x_i, x_j):
         heads = torch.stack([lin(x_i) * x_j for lin in self.maps], 1)
         return torch.cat([heads.flatten(1), torch.cat([lin(x_j) for lin in self.maps], -1)], 1)
+
+
+@form(FUSED)
+class JoinSeenAsHeads(Sum):
+    """Joins of parts whose numbers other sizes of a row mix."""
+
+    def message(self, x_i, x_j):
+        joined = torch.cat([x_i[:, :2], x_j[:, :2], x_i[:, 2:4], x_j[:, 2:4]], -1)
+        heads = joined.view(-1, 2, 4)
+        sums = torch.cat([heads.sum(-1), heads.sum(1), joined.view(-1, 4, 2).sum(1), heads[..., 1]], -1)
+        columns = torch.cat([x_i[:, :1], x_j[:, :1]], -1)
+        return sums + columns.sum(-1, keepdim=True) * columns.view(-1, 1, 2).sum(2) + columns[:, 1:]
+
+
+# Edits of parts -------------------------------------------------------------------------------------------------------
+
+
+@form(FUSED)
+class SetsColumns(Sum):
+    def message(self, x_i, x_j, edge):
+        x_j[:, 0] = x_i[:, 1]
+        x_j[:, 2:4] = edge[:, :1]
+        x_j[..., -1] = 2.0
+        return x_j.tanh() * x_i
+
+
+@form(FUSED)
+class FillsParts(Sum):
+    def message(self, x_i, x_j):
+        half = WIDTH // 2
+        rows, sums = torch.empty_like(x_j), torch.zeros_like(x_j)
+        rows[:, :half] = x_j[:, half:] * x_i[:, :half]
+        rows[:, half:] = -x_j[:, :half]
+        sums[..., 3] = x_i.sum(-1)
+        return rows + sums
+
+
+@form(FUSED)
+class SetsPartsOfHeads(Sum):
+    def message(self, x_i, x_j):
+        heads = (x_i * x_j).view(-1, 2, WIDTH // 2) + 0.0
+        heads[:, 1, 1:3] = x_j[:, :2]
+        heads[:, 0] = heads[:, 1] * 2
+        return heads.flatten(1)
+
+
+@form(FUSED)
+class EditsParts(Sum):
+    def message(self, x_i, x_j, edge):
+        heads = x_j.view(-1, 2, WIDTH // 2)
+        heads[:, 0] *= 2
+        first = x_j[:, 0]
+        first.add_(edge[:, 0])
+        x_j.narrow(1, 2, 3).mul_(x_i[:, :3])
+        heads[..., -1].sub_(first.unsqueeze(-1))
+        return x_j + x_i * heads.flatten(1)
+
+
+@form(FUSED)
+class EditsARowInAnotherShape(Sum):
+    def message(self, x_i, x_j):
+        row = x_j.unsqueeze(1)
+        row += x_i.unsqueeze(1)
+        return x_j * row.squeeze(1).select(1, 2).view(-1, 1)
+
+
+@form(FUSED)
+class ReadsBeforeAndAfter(Sum):
+    def message(self, x_i, x_j):
+        half = x_j[:, : WIDTH // 2]
+        before = half * 1.0
+        half *= 3.0
+        middle = x_j.tanh()
+        half += x_i[:, WIDTH // 2 :]
+        return torch.cat([before, half], -1) * x_j + middle
+
+
+@form(FUSED)
+class SetsAPartToAnother(Sum):
+    def message(self, x_i, x_j):
+        x_j[:, :3] = x_j[:, 2:5]
+        x_j[:, 0] = x_j[:, 0]
+        x_j[:, 1:3][:, 0] = x_i[:, 0]
+        return x_j
+
+
+@form(PARTLY)
+class EditsATransposedView(Sum):
+    def message(self, x_i, x_j):
+        columns = (x_i * x_j).t()
+        columns[1] += 1.0
+        return columns.t().sort(-1).values + x_j
+
+
+@form(PARTLY)
+class EditsEverySecond(Sum):
+    def message(self, x_i, x_j):
+        x_j[:, ::2] *= 2.0
+        return x_j + x_i
+
+
+@form(PARTLY)
+class EditsSomeEdges(Sum):
+    def message(self, x_i, x_j):
+        x_j[1:].mul_(2.0)
+        return x_j + x_i

@@ -54,7 +54,7 @@ class AddsInPlace(Sum):
         return x_j.relu()
 
 
-@layer(PARTLY)
+@layer(FUSED)
 class EditsAView(Sum):
     def message(self, x_i, x_j):
         halves = x_j.view(-1, 2, WIDTH // 2)
@@ -412,7 +412,7 @@ class EditsPartsOfTheResult(Sum):
         return x_i * x_j.tanh()
 
 
-@layer(PARTLY)
+@layer(FUSED)
 class EditsPartsOfMessages(Sum):
     def message(self, x_i, x_j, edge):
         messages = x_i * x_j

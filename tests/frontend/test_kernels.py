@@ -34,7 +34,8 @@ def test_regions_on_kernels_equal_pygs(name, captured):
 
 ON_KERNELS = (
     "RowsOfParts RowsOfResults SoftmaxOfThePackage BatchOfMaps BatchOfGates BatchOfSoftmaxes BatchOfNetworks "
-    "BatchOfEdges BatchBehindNodes SumOfAStack MeanOfHeads JoinOfHeads"
+    "BatchOfEdges BatchBehindNodes SumOfAStack MeanOfHeads JoinOfHeads SetsColumns FillsParts EditsARowInAnotherShape "
+    "ReadsBeforeAndAfter SetsAPartToAnother"
 )
 
 

@@ -215,7 +215,8 @@ def _constant(number: float, of_tensor: bool) -> Any:
     return fill
 
 
-for _name, _number in (("zeros", 0.0), ("ones", 1.0)):
+# What is not initialised may be zeros.
+for _name, _number in (("zeros", 0.0), ("ones", 1.0), ("empty", 0.0)):
     FUNCTIONS[_name] = _constant(_number, of_tensor=False)
     FUNCTIONS[f"new_{_name}"] = FUNCTIONS[f"{_name}_like"] = _constant(_number, of_tensor=True)
 

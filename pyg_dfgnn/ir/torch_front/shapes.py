@@ -11,7 +11,7 @@ from torch import Tensor
 
 from pyg_dfgnn.ir.domains import E
 from pyg_dfgnn.ir.program import broadcast, skip_views
-from pyg_dfgnn.ir.torch_front.pointwise import size_of
+from pyg_dfgnn.ir.torch_front.pointwise import filled, size_of
 from pyg_dfgnn.ir.torch_front.reductions import index_select, stacked_parts
 from pyg_dfgnn.ir.torch_front.registry import FUNCTIONS, names, require, values
 from pyg_dfgnn.ir.torch_front.symbols import Symbol, Tracer
@@ -234,16 +234,55 @@ def _getitem(t: Tracer, func: Any, x: Symbol, key: Any) -> Any:
     keys = key if isinstance(key, tuple) else (key,)
     if isinstance(keys[-1], Symbol) and all(type(k) is slice and k == slice(None) for k in keys[:-1]):
         return index_select(t, torch.index_select, x, len(keys) - 1, keys[-1])
+    ranges = _ranges(x, keys)
+    meta, (x,) = func(x, key), values(t, x, any_axis=True)
+    for dim, (begin, end) in enumerate(ranges):
+        if (begin, end) != (0, x.size(dim)):
+            x = _sliced(t, x, dim, begin, end)
+    return _reshaped(t, x, meta)
+
+
+def _ranges(x: Symbol, keys: tuple[Any, ...]) -> list[tuple[int, int]]:
+    """Return the range of each dimension that an index takes."""
     if Ellipsis not in keys:
         keys = (*keys, Ellipsis)
     at, taken = keys.index(Ellipsis), sum(k is not None and k is not Ellipsis for k in keys)
     keys = (*keys[:at], *(slice(None),) * (x.dim() - taken), *keys[at + 1 :])
     require(all(k is None or type(k) in (slice, int) for k in keys), "an index that is no number or range")
-    meta, (x,) = func(x, key), values(t, x, any_axis=True)
-    for dim, k in enumerate(k for k in keys if k is not None):
-        size = x.size(dim)
+    ranges = []
+    for size, k in zip(x.shape, (k for k in keys if k is not None)):
         begin, end, step = k.indices(size) if isinstance(k, slice) else (k % size, k % size + 1, 1)
         require(step == 1, "a step other than 1")
-        if (begin, end) != (0, size):
-            x = _sliced(t, x, dim, begin, max(begin, end))
-    return _reshaped(t, x, meta)
+        ranges.append((begin, max(begin, end)))
+    return ranges
+
+
+@names("setitem")
+def _setitem(t: Tracer, func: Any, x: Symbol, key: Any, rows: Any) -> None:
+    """Let a part of x be other numbers: x is joined of what is before, in and after the part."""
+    keys = key if isinstance(key, tuple) else (key,)
+    ranges, (own,) = _ranges(x, keys), values(t, x, any_axis=True)
+    part = x.size(own.lead)
+    if x.shared or (own.rows is not None and ranges[own.lead] != (0, part)):
+        raise t.stop(
+            "some rows are edited by their position" if not x.shared else "edits a tensor that is read elsewhere"
+        )
+    shape = [end - begin for begin, end in ranges]
+    number = None if isinstance(rows, Tensor) else filled(t, shape, rows, x.dtype)
+    if isinstance(rows, Tensor):
+        require(rows.dtype is x.dtype, "numbers of another dtype")
+        taken = Tensor.__getitem__(x, key).shape
+        require(rows.dim() <= len(taken), "numbers with more dimensions than the part")
+
+    def assigned(value: Any, dims: list[int]) -> Any:
+        if not dims:
+            return rows.expand(taken).reshape(shape) if number is None else number
+        dim, *others = dims
+        begin, end = ranges[dim]
+        new = assigned(value.narrow(dim, begin, end - begin), others)
+        before, after = value.narrow(dim, 0, begin), value.narrow(dim, end, value.shape[dim] - end)
+        return torch.cat([each for each in (before, new, after) if each.shape[dim]], dim)
+
+    with t:
+        result = assigned(x, [dim for dim, each in enumerate(ranges) if each != (0, x.shape[dim])])
+    x.number, x.rows, x.lead, x.shared = result.number, result.rows, result.lead, False
