@@ -26,8 +26,8 @@ from torch._dynamo.exc import FailOnRecompileLimitHit as RecompileLimitError
 from torch._dynamo.exc import ResumePrologueTracingError
 from torch._dynamo.types import ConvertFrameReturn
 
-# `type(torch.ops.aten.add.Tensor)` and `type(torch.cond)`.
-from torch._ops import HigherOrderOperator, OpOverload
+# `type(torch.ops.aten.add.Tensor)`, `type(torch.ops.aten.add)` and `type(torch.cond)`.
+from torch._ops import HigherOrderOperator, OpOverload, OpOverloadPacket
 
 # None: kernels would be asked for the addresses of fake tensors.
 from torch._subclasses.fake_tensor import FakeTensor

@@ -155,7 +155,7 @@ def compiled(
     programs, reasons = tuple(region for region, _ in regions.values()), tuple(partition.against())
     is_of_one = any(_is_of_one(value_of(node)) for node in graph.nodes if node.op == "placeholder")
     captured = Captured(programs, partition.counts(), reasons, count, len(partition.derived), is_of_one, name)
-    if not regions and not partition.derived and not partition.is_less:
+    if not regions and not partition.derived and not (derives and partition.is_less):
         return captured, module
     return captured, GraphModule(module, _written(partition, regions, calls))
 

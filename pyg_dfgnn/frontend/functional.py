@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.fx import Graph, Node
 from torch.fx.node import map_arg
 
-from pyg_dfgnn.torch_private import HigherOrderOperator, OpOverload
+from pyg_dfgnn.torch_private import HigherOrderOperator, OpOverload, OpOverloadPacket
 
 _OPERATORS: dict[Any, Callable[..., Any]] = {
     operator.iadd: operator.add,
@@ -209,6 +209,8 @@ def drop_unread(graph: Graph, effects: Effects) -> bool:
     unread = False
     for node in reversed(list(graph.nodes)):
         is_call = node.op.startswith("call_") and isinstance(value_of(node), (Tensor, tuple, list))
+        # Nothing is known of a user's operators.
+        is_call &= not isinstance(node.target, OpOverloadPacket)
         if is_call and not node.users and node not in effects.before and node not in effects.impure:
             graph.erase_node(node)
             unread = True

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-_known = set[int]()
-"""Functions that have a substitute, by their identity; no module is reloaded in most processes."""
+_known = set[Callable[..., Any]]()
+"""Functions that TorchDynamo has been given a substitute for."""
 
 
 def substitute() -> None:
@@ -18,9 +18,9 @@ def substitute() -> None:
     package = sys.modules.get("torch_scatter")
     for name, function in _SUBSTITUTES.items() if package is not None else ():
         original = getattr(package, name, None)
-        if original is None or id(original) in _known:
+        if original is None or original in _known:
             continue
-        _known.add(id(original))
+        _known.add(original)
         try:
             torch.compiler.substitute_in_graph(original)(function)
         except (TypeError, ValueError):

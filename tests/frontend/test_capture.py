@@ -109,6 +109,23 @@ def test_edges_in_a_buffer_are_captured_for_any_number_of_them(captured):
     assert [graph.counts for graph in captured] == [(2, 2)] * len(captured)
 
 
+class Unread(Sum):
+    """A layer that sorts rows for nothing."""
+
+    def message(self, x_i, x_j):
+        x_j.sort(-1)
+        return x_j * x_i
+
+
+def test_what_nothing_reads_is_not_computed(x, edge_index, captured):
+    layer = compile_layer(Unread().double())
+    assert_equal(layer, Unread().double(), x, edge_index, None)
+    with torch.profiler.profile() as profile:
+        layer(x, edge_index, None)
+    assert all(event.key != "aten::sort" for event in profile.key_averages())
+    assert captured[0].counts == (3, 3) and not captured[0].reasons
+
+
 def test_single_node_that_is_fixed_is_named(captured):
     table = torch.nn.Parameter(torch.randn(1, CHANNELS).double())
     layer = compile_layer(OwnEdges(torch.zeros(2, EDGES, dtype=torch.int64), table).double())
