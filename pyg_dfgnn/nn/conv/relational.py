@@ -98,18 +98,8 @@ class RelationalConv(FusedConv):
         # All sets are asked, since each is known by its visits.
         return any([is_new_outside_captures(self, edges) for edges in edge_sets])
 
-    def _is_pygs(self, edge_index: Any, is_new: bool, on_pairs: bool) -> bool:
-        """Return whether PyG's code takes edges in less time: new ones, or those of which torch.compile fuses it.
-
-        Args:
-            edge_index: The edges.
-            is_new: Whether they are new.
-            on_pairs: Whether operators of torch can take them.
-        """
-        if is_new:
-            if on_pairs and self._loops():
-                return False
-            return self._are_few((edge_index,), MEASURED_NUMBERS if on_pairs else LISTED_NUMBERS)
+    def _is_compiled(self, edge_index: Any) -> bool:
+        """Return whether torch.compile makes a few kernels of PyG's code, whether the edges are new or not."""
         if not self._is_fused or self._loops() or not torch.compiler.is_compiling():
             return False
         return type(edge_index) is Tensor and may_be_few(edge_index) and self._are_few((edge_index,), LISTED_NUMBERS)
@@ -163,11 +153,13 @@ class RelationalConv(FusedConv):
         Returns:
             The call, with its reasons.
         """
-        is_new = not reasons and self._are_new((edge_index,))
+        is_new, loops = not reasons and self._are_new((edge_index,)), self._loops()
+        is_pygs = is_new and not loops and self._are_few((edge_index,), MEASURED_NUMBERS)
         # The edges of a captured step are new in each batch, and it cannot wait.
         may_pair = typed and (is_new or (not reasons and is_refilled() and type(edge_index) is Tensor))
-        on_pairs = may_pair and self._fits_pairs(nodes, edge_index, edge_type)
-        if self._is_pygs(edge_index, is_new, on_pairs):
+        on_pairs = may_pair and not is_pygs and self._fits_pairs(nodes, edge_index, edge_type)
+        is_pygs = is_pygs or (is_new and not on_pairs and self._are_few((edge_index,), LISTED_NUMBERS))
+        if is_pygs or self._is_compiled(edge_index):
             return ConvCall(FEW, (), edge_index, "tensor", edge_type=edge_type)
         if edges_lack_kernels(edge_index):
             return ConvCall([NO_DEVICE], (), edge_index, "tensor", edge_type=edge_type)
