@@ -15,6 +15,12 @@ NODES = {U: S, V: D}
 """Domain of pairs -> the nodes that they are made of."""
 
 
+def sizes_of(num_src: int, num_dst: int, relations: int, num_edges: int) -> dict[Domain, int]:
+    """Return the numbers of rows of the domains of edges whose every node has a pair with each relation."""
+    pairs = {U: relations * num_src, V: relations * num_dst}
+    return {One: 1, S: num_src, D: num_dst, R: relations, E: num_edges, **pairs}
+
+
 class DensePairs:
     """The domains of edges, as :class:`~pyg_dfgnn.ir.index_space.IndexSpace` has them.
 
@@ -33,12 +39,8 @@ class DensePairs:
     """
 
     def __init__(self, source: Tensor, target: Tensor, relation: Tensor, sizes: tuple[int, int, int]) -> None:
-        num_src, num_dst, relations = sizes
         self.device, self.num_edges = source.device, source.numel()
-        self.sizes: Mapping[Domain, int] = {
-            One: 1, S: num_src, D: num_dst, R: relations, E: self.num_edges,
-            U: relations * num_src, V: relations * num_dst,
-        }  # fmt: skip
+        self.sizes: Mapping[Domain, int] = sizes_of(*sizes, self.num_edges)
         self._known = {(E, S): source, (E, D): target, (E, R): relation}
 
     def index(self, row: Domain, other: Domain) -> Tensor:

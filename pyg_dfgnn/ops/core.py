@@ -35,6 +35,7 @@ from pyg_dfgnn.ops.function import (
 from pyg_dfgnn.ops.graph import may_run_again, unmeasured_graph
 from pyg_dfgnn.ops.host_codegen import CallShape, count_of
 from pyg_dfgnn.ops.prepared import PreparedOp, PreparedPass, plans_of, present_of, recall, remember
+from pyg_dfgnn.ops.visits import COMPILED_VISITS
 from pyg_dfgnn.reference.philox import dropout_factor
 from pyg_dfgnn.settings import Settings, current
 from pyg_dfgnn.statements.op import FEATURES, Precomputed, Statement, TensorSpec
@@ -42,8 +43,6 @@ from pyg_dfgnn.statements.op import FEATURES, Precomputed, Statement, TensorSpec
 GraphLike = Graph | EdgeSet
 FEATURE_DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 _known_program = cache(ProgramName.of)
-_COMPILED_VISITS = 16
-"""Calls of a compiled program with the same edges, after which its next one measures the graph."""
 _LETTERS = {"targets": "N_dst", "sources": "N_src", "edges": "E"}
 
 
@@ -305,7 +304,7 @@ class Op:
         # Dropout goes by the numbers of edges, which are others where self-loops were replaced on a measured graph.
         is_free = current().leaves_new and not (program.loops and drops)
         # Several layers of a compiled graph have one program.
-        asked = hash(name), *key, _COMPILED_VISITS, not may_run_again(False)
+        asked = hash(name), *key, COMPILED_VISITS, not may_run_again(False)
         graph: Any = unmeasured_graph(*asked) if is_free else None
         graph = Graph.resolve(*key) if graph is None else graph
         results = self.program(program, graph, inputs, numbers)(graph, *inputs, *numbers)

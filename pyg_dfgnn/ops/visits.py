@@ -16,6 +16,8 @@ from pyg_dfgnn.settings import Settings, current
 _MOST_TENSORS = 64
 MANY_EDGES = 1 << 20
 """Edges of which none are new: kernels take less time than PyG's code at once."""
+COMPILED_VISITS = 16
+"""Calls of a compiled program with the same edges after which they are known."""
 _FEW_NUMBERS = 1 << 25
 _NARROW, _WIDE = 128, 512
 MEASURED_NUMBERS = 100_000_000
@@ -131,7 +133,12 @@ def is_new_outside_captures(layer: torch.nn.Module, edges: Any) -> bool:
 
 
 def is_new_tensor(
-    layer: torch.nn.Module, edges: Tensor, kind: str = "", turn: int | None = None, under: Settings | None = None
+    layer: torch.nn.Module,
+    edges: Tensor,
+    kind: str = "",
+    turn: int | None = None,
+    under: Settings | None = None,
+    most: int = VISITS,
 ) -> bool:
     """Return what :func:`is_new` does, of a tensor where torch.compile does not trace.
 
@@ -141,6 +148,7 @@ def is_new_tensor(
         kind: Which call of the layer this is.
         turn: Number of the forward.
         under: The settings in force, where they and the tensor are known to let PyG's code take few edges.
+        most: Visits after which the edges are known.
     """
     global _last
     if step.is_refilled:
@@ -172,7 +180,7 @@ def is_new_tensor(
         known[1], known[3] = visitor, weakref.ref(layer)
     if known[1] == visitor and (turn is None or turn != known[4]) and not may_run_again(layer.training):
         known[2], known[4] = known[2] + 1, turn
-    if known[2] > VISITS:
+    if known[2] > most:
         if first == known[1]:
             _last = _NONE
         return False

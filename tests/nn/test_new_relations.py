@@ -1,5 +1,7 @@
 """Relational convs on edges that are new: operators of torch on all pairs have PyG's results, compiled too."""
 
+import gc
+
 import pytest
 import torch
 from torch import nn
@@ -10,6 +12,7 @@ from pyg_dfgnn.errors import IdRangeError
 from pyg_dfgnn.nn.conv import relational
 from pyg_dfgnn.ops import visits
 from pyg_dfgnn.ops.function import ops
+from pyg_dfgnn.ops.relational import new_edges, traced
 from pyg_dfgnn.ops.relational.traced import KIND
 from pyg_dfgnn.settings import Settings, current
 from tests.covering import over
@@ -149,6 +152,7 @@ def test_compiled_convs_take_pairs_of_new_edges_and_lists_of_known_ones(name, fu
     expected = results_of(upstream, *cast((x, edge_index, relation), torch.float64))
     counts = []
     monkeypatch.setattr(visits, "_COMPILED_NUMBERS", 0)
+    monkeypatch.setattr(traced, "COMPILED_VISITS", 2)
     with emulated_device() as launched:
         compiled = torch.compile(own, backend="aot_eager", fullgraph=True)
         for _ in range(3):
@@ -200,3 +204,47 @@ def test_edges_of_an_inference_can_be_trained_on(name):
         torch.testing.assert_close(first, again)
         again.sum().backward()
         assert not launched
+
+
+def test_node_numbers_and_few_edges_between_many_nodes_take_no_pairs():
+    _, own = pair("rgcn")
+    size, edge_index, relation = graph("random")
+    by_number = pyg_dfgnn.accelerate(nn.ModuleList([pyg.RGCNConv(size, 6, RELATIONS)]))[0]
+    numbers, x = torch.arange(size), torch.randn(5000, FEATURES)
+    with emulated_device():
+        for conv, nodes in ((by_number, numbers), (own, x)):
+            assert not conv._call(nodes, edge_index.clone(), relation).is_new
+            conv(nodes, edge_index.clone(), relation)
+
+
+@pytest.mark.parametrize("name", ["rgcn", "hgt"])
+def test_edits_of_edges_of_an_inference_are_seen(name):
+    """PyTorch counts no edits of such tensors."""
+    with emulated_device(), torch.inference_mode():
+        if name == "rgcn":
+            own, (size, edge_index, relation) = pair("rgcn")[1], graph("random")
+            x, edge_index = torch.randn(size, FEATURES), edge_index.clone()
+            own(x, edge_index, relation)
+            edge_index[0, 0] = size
+            with pytest.raises(IdRangeError, match="'edge_index'"):
+                own(x, edge_index, relation)
+            return
+        own = pyg_dfgnn.accelerate(nn.ModuleList([pyg.HGTConv(WIDTHS, 6, METADATA)]))[0]
+        x, edges = hetero()
+        x, edges = cast(x, torch.float32), {key: value.clone() for key, value in edges.items()}
+        own(x, edges)
+        for ends in edges.values():
+            ends[0] = 0
+        fresh = own(x, {key: value.clone() for key, value in edges.items()})
+        torch.testing.assert_close(own(x, edges)["b"], fresh["b"])
+
+
+def test_joint_edges_are_let_go():
+    own = pyg_dfgnn.accelerate(nn.ModuleList([pyg.HGTConv(WIDTHS, 6, METADATA)]))[0]
+    x, edges = hetero()
+    with emulated_device():
+        own(cast(x, torch.float32), edges)
+    assert new_edges._joint is not None
+    del edges
+    gc.collect()
+    assert new_edges._joint is None

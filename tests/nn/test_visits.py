@@ -347,6 +347,7 @@ TYPES = [("a", "to", "b"), ("b", "to", "a"), ("a", "by", "a")]
 @pytest.mark.parametrize("most", [1 << 24, 0], ids=["few pairs", "many pairs"])
 def test_few_new_edges_of_few_types_take_no_lists(kind, most, monkeypatch):
     monkeypatch.setattr(hetero, "_PAIRED_NUMBERS", most)
+    monkeypatch.setattr(hetero, "FEWEST_RELATIONS", 1)
     layer = kind(FEATURES, FEATURES, (["a", "b"], TYPES), heads=2)
     x = {name: torch.randn(30, FEATURES) for name in "ab"}
     known = {name: edges() for name in TYPES}

@@ -7,7 +7,7 @@ from pyg_dfgnn.errors import IdRangeError
 from pyg_dfgnn.ir import D, IndexSpace, R, S, U, V, interpret
 from pyg_dfgnn.ir.dense_pairs import takes
 from pyg_dfgnn.ir.domains import Td, Ts
-from pyg_dfgnn.ops.relational.new_edges import apply_to_new, pairs_of, run_on_new
+from pyg_dfgnn.ops.relational.new_edges import apply_to_new, pairs_of, program_on_new
 from pyg_dfgnn.reference.tolerances import elementwise
 from tests.covering import over
 from tests.ir.cases import GRAPHS, PROGRAMS, case, graph_of, rows_named
@@ -58,11 +58,13 @@ def test_programs_equal_those_on_listed_pairs(name, graph):
     # The same by the program of the gradients, which compiled calls run.
     wrt = tuple(key for key, grad in zip(leaves, gradients, strict=True) if grad is not None)
     given = {**inputs, **{f"d_{key}": grad for key, grad in zip(want, upstream, strict=True)}}
+    pairs = pairs_named(graph)
+    backward = program_on_new(program, pairs.sizes, wrt)
+    assert backward is not None
     with torch.no_grad():
-        found = run_on_new(program, pairs_named(graph), given, wrt)
-    assert found is not None
-    for key, grad in zip(wrt, found, strict=True):
-        torch.testing.assert_close(grad, gradients[list(leaves).index(key)], **elementwise("float64"))
+        found = interpret(backward, pairs, {key: given[key] for key in backward.inputs})
+    for key in wrt:
+        torch.testing.assert_close(found["d_" + key], gradients[list(leaves).index(key)], **elementwise("float64"))
 
 
 @pytest.mark.parametrize(

@@ -286,6 +286,7 @@ class AggregationConv(FusedConv):
             statistics_of(self._modules["aggr_module"]) in _BY_TORCH
             and edge_index.dtype is torch.int64
             and edge_index.dim() == 2
+            and edge_index.size(0) == 2
             and type(source) in PLAIN
             and type(target) in PLAIN
             and source.dim() > 1

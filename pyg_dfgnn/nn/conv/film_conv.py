@@ -58,7 +58,7 @@ class FiLMConv(RelationalConv, conv.FiLMConv):
         return 2 * self.out_channels  # type: ignore[no-any-return]
 
     def _width_of_pairs(self) -> int:
-        return 2 * self.out_channels  # type: ignore[no-any-return]
+        return max(2 * self.out_channels, self.lins[0].in_channels)  # type: ignore[no-any-return]
 
     def _are_few(self, *args: Any) -> bool:
         return self.num_relations <= FEW_RELATIONS and super()._are_few(*args)

@@ -13,7 +13,7 @@ from pyg_dfgnn.fallback import FEW
 from pyg_dfgnn.graph import Graph
 from pyg_dfgnn.graph.hetero import joint_graph, known_joint
 from pyg_dfgnn.nn import conv_call
-from pyg_dfgnn.nn.conv.relational import LISTED_NUMBERS, EdgeRows, RelationalConv
+from pyg_dfgnn.nn.conv.relational import FEWEST_RELATIONS, LISTED_NUMBERS, EdgeRows, RelationalConv, are_few_pairs
 from pyg_dfgnn.nn.conv_call import ConvCall
 from pyg_dfgnn.nn.gate import edge_reasons, module_reasons, reasons_on_device
 from pyg_dfgnn.ops.relational import RowSet, joint_pairs_of
@@ -153,10 +153,13 @@ class JointConv(RelationalConv):
         if self._width_of_pairs is None or not all(x.dtype is torch.int64 and x.dim() == 2 for x in edge_sets):
             return False
         features = x_dict.values()
-        if not all(isinstance(x, Tensor) and self._storage_dtype(x) is torch.float32 for x in features):
+        if not all(
+            isinstance(x, Tensor) and x.dim() == 2 and self._storage_dtype(x) is torch.float32 for x in features
+        ):
             return False
-        rows = relations * sum(x.size(0) for x in features) + sum(edges.size(1) for edges in edge_sets)
-        return rows * int(self._width_of_pairs()) < _PAIRED_NUMBERS
+        nodes, edges = sum(x.size(0) for x in features), sum(edges.size(1) for edges in edge_sets)
+        is_long = len(edge_sets) >= FEWEST_RELATIONS
+        return is_long and are_few_pairs(relations, nodes, edges, self._width_of_pairs(), _PAIRED_NUMBERS)
 
     def _edge_set_reasons(self, sets: HeteroEdges, edge_type: EdgeType, device: torch.device) -> list[str]:
         """Return what the edges of one type have against the fused forward."""

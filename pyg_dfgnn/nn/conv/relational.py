@@ -27,12 +27,24 @@ EdgeRows: TypeAlias = Graph | DensePairs | RowSet
 _FEW_NUMBERS = 1 << 24
 """Numbers in rows of edges of one relation up to which PyG's code takes less of the host than a program."""
 FEW_RELATIONS = 8
-"""Relations up to which PyG's loop takes less of the host than the lists of new edges."""
+"""Relations up to which PyG's loop takes less of the host than the lists of new edges, where pairs are too many."""
 LISTED_NUMBERS = 2 * MEASURED_NUMBERS
 """Numbers that PyG's code writes for all edges from which it takes longer than lists of new edges."""
 
 _LOOPED_NUMBERS = 1 << 25
 """Numbers in rows of edges and pairs from which PyG's loop takes so much less memory that it has the new edges."""
+FEWEST_RELATIONS = 4
+"""Relations below which PyG's loop takes less of the host than operators on all pairs."""
+_PAIRS_PER_EDGE = 16
+
+
+def are_few_pairs(relations: int, nodes: int, edges: int, width: int, most: int) -> bool:
+    """Return whether all pairs of relations and nodes, with two rows for each edge, hold fewer numbers than `most`.
+
+    Of few edges between many nodes most pairs would be rows for nothing.
+    """
+    pairs = relations * nodes
+    return pairs <= _PAIRS_PER_EDGE * edges and (pairs + 2 * edges) * width < most
 
 
 class RelationalConv(FusedConv):
@@ -92,7 +104,7 @@ class RelationalConv(FusedConv):
         return bool(self._loop_width)
 
     def _are_new(self, edge_sets: Collection[Any]) -> bool:
-        """Return whether a set of the edges of a call is new, and may be left to PyG's code, which waits."""
+        """Return whether a set of the edges of a call is new, and the layer may wait for the device."""
         if self._numbers_per_edge is None or not all(type(edges) is Tensor for edges in edge_sets):
             return False
         # All sets are asked, since each is known by its visits.
@@ -108,12 +120,15 @@ class RelationalConv(FusedConv):
         """Return whether operators of torch take new edges with a pair of each node and relation."""
         if self._width_of_pairs is None or edge_type is None or edge_index.dtype is not torch.int64:
             return False
-        sizes = [x.size(0) for x in nodes if isinstance(x, Tensor) and self._storage_dtype(x) is torch.float32]
-        if len(sizes) != 2 or edge_index.dim() != 2:
+        ends: tuple[Any, ...] = nodes
+        if not all(isinstance(x, Tensor) and x.dim() == 2 and x.is_floating_point() for x in ends):
             return False
-        rows = self._count_relations() * sum(sizes) + 2 * edge_index.size(1)
+        if edge_index.dim() != 2 or any(self._storage_dtype(x) is not torch.float32 for x in ends):
+            return False
+        sizes = [x.size(0) for x in ends]
         # A loop holds the edges of one relation at a time.
-        return rows * int(self._width_of_pairs()) < (_LOOPED_NUMBERS if self._loops() else MOST_NUMBERS)
+        most = _LOOPED_NUMBERS if self._loops() else MOST_NUMBERS
+        return are_few_pairs(self._count_relations(), sum(sizes), edge_index.size(1), self._width_of_pairs(), most)
 
     def _describe(self, device: torch.device | None, *args: Any, **kwargs: Any) -> Description:
         description = super()._describe(device, *args, **kwargs)
@@ -156,7 +171,8 @@ class RelationalConv(FusedConv):
         is_new, loops = not reasons and self._are_new((edge_index,)), self._loops()
         is_pygs = is_new and not loops and self._are_few((edge_index,), MEASURED_NUMBERS)
         # The edges of a captured step are new in each batch, and it cannot wait.
-        may_pair = typed and (is_new or (not reasons and is_refilled() and type(edge_index) is Tensor))
+        is_refill = not reasons and is_refilled() and type(edge_index) is Tensor
+        may_pair = typed and (is_refill or (is_new and (not loops or self._count_relations() >= FEWEST_RELATIONS)))
         on_pairs = may_pair and not is_pygs and self._fits_pairs(nodes, edge_index, edge_type)
         is_pygs = is_pygs or (is_new and not on_pairs and self._are_few((edge_index,), LISTED_NUMBERS))
         if is_pygs or self._is_compiled(edge_index):

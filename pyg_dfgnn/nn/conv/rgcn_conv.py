@@ -73,8 +73,8 @@ class RelationalGraphConv(RelationalConv):
         return max(self.in_channels_l, self.out_channels)  # type: ignore[no-any-return]
 
     def _fits_pairs(self, nodes: Any, edge_index: Any, edge_type: OptTensor) -> bool:
-        # Numbers of nodes choose rows of the weights.
-        return nodes[0].size(1) > 0 and super()._fits_pairs(nodes, edge_index, edge_type)
+        # Without features rows of the weights stand for the nodes.
+        return super()._fits_pairs(nodes, edge_index, edge_type) and nodes[0].size(1) > 0
 
     def _number(self, x_src: OptTensor, node: Tensor) -> Tensor:
         """Return which row of W_r stands for W_r x of these sources."""

@@ -1,5 +1,6 @@
 """Drop-ins for PyG's HeteroLinear and HeteroDictLinear: rows of all types in one product."""
 
+from collections.abc import Callable
 from functools import lru_cache
 from typing import Any
 
@@ -22,7 +23,7 @@ from pyg_dfgnn.ops.visits import MEASURED_NUMBERS, is_left, is_new_outside_captu
 from pyg_dfgnn.torch_private import is_tracing
 
 _FEW_NUMBERS = 1 << 23
-"""Numbers that all types make of all rows below which no list of the rows of a type is made."""
+"""Numbers that all types make of all rows, forward or backward, below which the rows of no type are listed."""
 FEW_TYPES = 16
 """Types up to which PyG's loop takes less of the host than the lists of new rows."""
 MANY_TYPES = 10
@@ -123,16 +124,25 @@ class HeteroLinear(TypedLayer, dense.HeteroLinear):
         """PyG's forward; see `torch_geometric.nn.HeteroLinear.forward`."""
         if is_left():
             return super().forward(x, type_vec)  # type: ignore[no-any-return]
-        if self._is_new(x, type_vec):
-            if x.size(0) * self.num_types * self.out_channels < _FEW_NUMBERS:
-                return self._of_all_types(x, type_vec)
-            if self._is_looped(x):
-                return super().forward(x, type_vec)  # type: ignore[no-any-return]
+        taker = None if torch.compiler.is_compiling() else self._taker_of_new(x)
+        if taker is not None and self._is_new(x, type_vec):
+            return taker(x, type_vec)
         if reasons := self._reasons(x, type_vec):
             report_fallback(type(self).__name__, reasons)
             out: Tensor = super().forward(x, type_vec)
             return out
         return self._product(x, type_vec)
+
+    def _taker_of_new(self, x: Tensor) -> Callable[[Tensor, Tensor], Tensor] | None:
+        """Return the forward that takes rows of new types; None where that is the program, which lists them."""
+        rows = x.size(0) if x.dim() else 0
+        # Backward makes rows of the input for all types.
+        if rows * self.num_types * max(self.in_channels, self.out_channels) < _FEW_NUMBERS:
+            return self._of_all_types
+        # Told that they are sorted, PyG's loop takes unsorted rows for sorted ones.
+        is_few = rows * (self.in_channels + self.out_channels) < MEASURED_NUMBERS
+        is_looped = self.num_types <= FEW_TYPES and not self.is_sorted and is_few
+        return super().forward if is_looped else None
 
     def _of_all_types(self, x: Tensor, type_vec: Tensor) -> Tensor:
         """Return the rows of their types, of those that all types make of every row."""
@@ -149,6 +159,8 @@ class HeteroLinear(TypedLayer, dense.HeteroLinear):
         # Under autocast PyG's results have the dtype of the weight.
         if x.dtype is not self.weight.dtype or torch.is_autocast_enabled(x.device.type):
             return False
+        if type_vec.dtype not in (torch.int64, torch.int32):
+            return False
         if x.dim() != 2 or type_vec.shape != x.shape[:1] or not is_new_outside_captures(self, type_vec):
             return False
         if type_vec.numel():
@@ -157,12 +169,6 @@ class HeteroLinear(TypedLayer, dense.HeteroLinear):
             if low < 0 or high >= self.num_types:
                 raise IdRangeError(f"'type_vec' needs types in [0, num_types={self.num_types}) (got {low} to {high})")
         return True
-
-    def _is_looped(self, x: Tensor) -> bool:
-        """Return whether PyG's loop over the types takes new rows in less time than their lists are made in."""
-        # Told so, PyG's loop takes unsorted rows for sorted ones.
-        is_few = x.size(0) * (self.in_channels + self.out_channels) < MEASURED_NUMBERS
-        return self.num_types <= FEW_TYPES and not self.is_sorted and is_few
 
     def _reasons(self, x: Tensor, type_vec: Tensor) -> list[str]:
         reasons = self._reasons_of(x, self.weight)

@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Mapping, Sequence
-from math import prod
-from typing import Any
+from math import log2, prod
 
 import torch
 from torch import Tensor
 
 from pyg_dfgnn.errors import IdRangeError, check_shape
-from pyg_dfgnn.graph.derived import version_of
+from pyg_dfgnn.graph.derived import WeakEntry, version_of
 from pyg_dfgnn.graph.hetero import joined
-from pyg_dfgnn.ir import DensePairs, E, Program, U, V, interpret
+from pyg_dfgnn.ir import D, DensePairs, Domain, E, Program, S, U, V, interpret
 from pyg_dfgnn.ir.dense_pairs import takes
 from pyg_dfgnn.ir.trace import Relational
 from pyg_dfgnn.ops.relational.program import ALL_PASSES, program_for, selected
@@ -22,8 +21,11 @@ from pyg_dfgnn.torch_private import cuda_stream
 
 MOST_NUMBERS = 100_000_000
 """Numbers in rows of edges and of pairs from which lists of new edges take less time than operators on all pairs."""
-_in_range: tuple[Any, ...] = ()
-"""The last edges and relations that were found in range, and their versions, the sizes and the direction."""
+_EDGES, _FEWEST = 1 << 16, -3
+_in_range: WeakEntry | None = None
+"""The last edges and relations that were found in range, with the sizes and the direction."""
+_joint: WeakEntry | None = None
+"""The last joint edges and their numbers and stream; the layers of a model ask for them in turn."""
 
 
 def pairs_of(edge_index: Tensor, relation: Tensor, sizes: tuple[int, int, int], transposed: bool = False) -> DensePairs:
@@ -44,20 +46,25 @@ def pairs_of(edge_index: Tensor, relation: Tensor, sizes: tuple[int, int, int], 
     check_shape("edge_type", relation, (num_edges,), f"[E={num_edges}]")
     first, second = edge_index.unbind(0)
     source, target = (second, first) if transposed else (first, second)
-    facts = version_of(edge_index), version_of(relation), sizes, transposed
-    is_known = len(_in_range) == 3 and _in_range[0]() is edge_index and _in_range[1]() is relation
-    if num_edges and not (is_known and _in_range[2] == facts) and not may_not_wait(edge_index):
+    versions, facts = (version_of(edge_index), version_of(relation)), (sizes, transposed)
+    # Another thread may replace it at any time.
+    known = _in_range
+    is_known = known is not None and known.is_of((edge_index, relation), versions) and known.value == facts
+    if num_edges and not is_known and not may_not_wait(edge_index):
         found = torch.stack([x.long() for part in (source, target, relation) for x in part.aminmax()]).tolist()
         kinds = ("edge_index", "source ids"), ("edge_index", "target ids"), ("edge_type", "relations")
         for (name, what), low, high, size in zip(kinds, found[::2], found[1::2], sizes, strict=True):
             if low < 0 or high >= size:
                 raise IdRangeError(f"'{name}' needs {what} in [0, {size}) (got {low} to {high})")
-        _in_range = weakref.ref(edge_index), weakref.ref(relation), facts
+        _in_range = WeakEntry(facts, (edge_index, relation), versions)
     return DensePairs(source, target, relation, sizes)
 
 
-_joint: tuple[Any, ...] = ()
-"""The last joint edges, with what they were made of; the layers of a model ask for them in turn."""
+def _forget(ref: weakref.ref) -> None:
+    """Drop the last joint edges where what they were made of is gone."""
+    global _joint
+    if _joint is not None and any(ref is held for held in _joint.refs):
+        _joint = None
 
 
 def joint_pairs_of(edge_sets: Sequence[Tensor], numbers: tuple[int, ...]) -> DensePairs:
@@ -72,15 +79,15 @@ def joint_pairs_of(edge_sets: Sequence[Tensor], numbers: tuple[int, ...]) -> Den
     """
     global _joint
     device = edge_sets[0].device
-    stream = cuda_stream(device.index) if device.type == "cuda" else None
-    facts = numbers, stream, tuple(map(version_of, edge_sets))
-    if _joint and _joint[0] == facts and all(ref() is edges for ref, edges in zip(_joint[1], edge_sets, strict=True)):
-        return _joint[2]  # type: ignore[no-any-return]
+    facts = numbers, cuda_stream(device.index) if device.type == "cuda" else None
+    versions, known = tuple(map(version_of, edge_sets)), _joint
+    if known is not None and known.is_of(edge_sets, versions) and known.value[0] == facts:
+        return known.value[1]  # type: ignore[no-any-return]
     with torch.inference_mode(False):
         edge_index, relation = joined(edge_sets, numbers)
     source, target = edge_index.unbind(0)
     pairs = DensePairs(source, target, relation, (numbers[0], numbers[0], numbers[1]))
-    _joint = facts, [weakref.ref(edges) for edges in edge_sets], pairs
+    _joint = None if None in versions else WeakEntry((facts, pairs), edge_sets, versions, _forget)
     return pairs
 
 
@@ -94,32 +101,37 @@ def apply_to_new(
 
     Arguments and results are those of :func:`~pyg_dfgnn.ops.relational.apply`.
     """
-    return interpret(_on_pairs(program_for(program, inputs, outputs), rows), rows, inputs)
+    return interpret(_on_pairs(program_for(program, inputs, outputs), rows.sizes), rows, inputs)
 
 
-def _on_pairs(program: Program, rows: DensePairs, wrt: Sequence[str] = ()) -> Program:
-    """Return a program, and its gradients if asked for, with nothing per edge that pairs may have."""
-    half = rows.sizes[E] // 2
-    sizes = {**rows.sizes, **{domain: min(rows.sizes[domain], half) for domain in (U, V)}}
-    return ALL_PASSES.run(program, sizes, wrt)
+def _on_pairs(program: Program, sizes: Mapping[Domain, int], wrt: Sequence[str] = ()) -> Program:
+    """Return a program, and its gradients if asked for, with nothing per edge that pairs may have.
+
+    What the passes choose depends on shares of the edges in powers of four, so that samples of all sizes have few.
+    """
+    edges = max(sizes[E], 1)
+
+    def share(domain: Domain, most: int) -> int:
+        power = round(log2(max(sizes[domain], 1) / edges) / 2)
+        return min(int(_EDGES * 4.0 ** max(power, _FEWEST)), most)
+
+    nodes, pairs = {d: share(d, _EDGES) for d in (S, D)}, {d: share(d, _EDGES // 2) for d in (U, V)}
+    return ALL_PASSES.run(program, {**sizes, E: _EDGES, **nodes, **pairs}, wrt)
 
 
-def run_on_new(
-    program: Program, rows: DensePairs, inputs: Mapping[str, Tensor], wrt: tuple[str, ...] | None
-) -> list[Tensor] | None:
-    """Return the outputs of a program on edges that are new, or some of its gradients; None where lists take less time.
+def program_on_new(program: Program, sizes: Mapping[Domain, int], wrt: tuple[str, ...] | None) -> Program | None:
+    """Return what runs a program on edges that are new; None where lists take less time.
 
     Args:
         program: The program.
-        rows: The rows of the edges.
-        inputs: As for :func:`~pyg_dfgnn.ops.relational.program.run`.
+        sizes: Number of rows of each domain.
         wrt: Inputs whose gradients are wanted; None for the outputs.
     """
-    ready = _on_pairs(program, rows, wrt or ())
+    if not takes(program):
+        return None
+    ready = _on_pairs(program, sizes, wrt or ())
     if wrt is not None:
         ready = selected(ready, ["d_" + name for name in wrt])
     values = [ready.values[i] for i in ready.live]
-    numbers = sum(rows.sizes[value.domain] * prod(value.shape) for value in values if value.domain in (U, V, E))
-    if numbers >= MOST_NUMBERS or not takes(ready):
-        return None
-    return list(interpret(ready, rows, {name: inputs[name] for name in ready.inputs}).values())
+    numbers = sum(sizes[value.domain] * prod(value.shape) for value in values if value.domain in (U, V, E))
+    return ready if numbers < MOST_NUMBERS and takes(ready) else None

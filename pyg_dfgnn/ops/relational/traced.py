@@ -20,14 +20,14 @@ from pyg_dfgnn.graph.equal_edges import Seen, graph_of
 from pyg_dfgnn.graph.hetero import joint_graph
 from pyg_dfgnn.graph.relations import one_relation
 from pyg_dfgnn.ir import D, DensePairs, Domain, E, IndexSpace, One, Program, R, S, interpret
-from pyg_dfgnn.ir.dense_pairs import takes
+from pyg_dfgnn.ir.dense_pairs import sizes_of
 from pyg_dfgnn.ir.domains import Ts
 from pyg_dfgnn.ir.layers import layer_of
 from pyg_dfgnn.ir.text import program_of, text_of
 from pyg_dfgnn.ops.function import ops, run_traced
-from pyg_dfgnn.ops.relational.new_edges import joint_pairs_of, pairs_of, run_on_new
+from pyg_dfgnn.ops.relational.new_edges import joint_pairs_of, pairs_of, program_on_new
 from pyg_dfgnn.ops.relational.program import index_space_of, run, selected
-from pyg_dfgnn.ops.visits import is_new_tensor
+from pyg_dfgnn.ops.visits import COMPILED_VISITS, is_new_tensor
 
 KIND = "program"
 """Start of the names of the programs."""
@@ -92,17 +92,19 @@ class RowSet(NamedTuple):
             graph = Graph.resolve(first, *others, *sizes[:2], False, self.transposed, *sizes[2:])
         return one_relation(graph) if self.kind == "relation" else graph
 
-    def new_pairs(self, name: str) -> DensePairs | None:
-        """Return all pairs of edges that are new to a program of this name; None where it is to list them."""
+    def has_new_edges(self, name: str) -> bool:
+        """Return whether edges are new to a program of this name."""
         edge_sets = self.anchors if self.kind == "joint" else self.anchors[:1]
-        if self.kind not in ("relations", "joint") or any(edges.dtype is not torch.int64 for edges in edge_sets):
-            return None
+        if any(edges.dtype is not torch.int64 for edges in edge_sets):
+            return False
         visitor = _visitors.setdefault(name, torch.nn.Module().eval())
-        # All sets are asked, since each is known by its visits.
-        if not any([is_new_tensor(visitor, edges) for edges in edge_sets]):
-            return None
+        # All sets are asked, since each is known by its visits. Several layers of a compiled graph have one program.
+        return any([is_new_tensor(visitor, edges, most=COMPILED_VISITS) for edges in edge_sets])
+
+    def pairs(self) -> DensePairs:
+        """Return all pairs of the edges."""
         if self.kind == "joint":
-            return joint_pairs_of(edge_sets, tuple(self.sizes))
+            return joint_pairs_of(self.anchors, tuple(self.sizes))
         num_src, num_dst, num_relations = self.sizes
         return pairs_of(self.anchors[0], self.anchors[1], (num_src, num_dst, num_relations), self.transposed)
 
@@ -154,9 +156,15 @@ class _Programs:
         """Run a program on tensors, which the registered operator was given."""
         known = _read(name)
         row_set, by_name = RowSet(known.kind, anchors, sizes, known.transposed), _by_name(known, inputs)
-        pairs = row_set.new_pairs(name) if takes(known.program) else None
-        results = None if pairs is None else run_on_new(known.program, pairs, by_name, known.wrt)
-        if results is None:
+        ready, dtypes = None, {tensor.dtype for tensor in by_name.values()}
+        if row_set.kind in ("relations", "joint") and dtypes == {torch.float32}:
+            rows = row_set.domain_sizes()
+            sizes_of_pairs = sizes_of(rows[S], rows[D], rows[R], rows[E])
+            ready = program_on_new(known.program, sizes_of_pairs, known.wrt)
+        if ready is not None and row_set.has_new_edges(name):
+            given = {each: by_name[each] for each in ready.inputs}
+            results = list(interpret(ready, row_set.pairs(), given).values())
+        else:
             graph = row_set.graph()
             results = run(known.program, row_set.index_space(graph), by_name, known.wrt)
         # Results of an operator share no memory, and have the strides that tracers were told.
