@@ -78,9 +78,10 @@ def _factors() -> dict[tuple[str, str], dict[str, dict[str, float]]]:
         place = next((key for key in LOOPS if key[0] == loop and key[1] in ("", size)), None)
         if place is None or (way != "pyg" and not row["ratio"]):
             continue
-        # Compiled steps are compared with compiled ones in the CSV.
-        pyg = rows[loop, size, model, "pyg"]["ms"]
-        factor = float(pyg) / float(row["ms"]) if row["baseline"] == "pyg_compile" else float(row["ratio"] or 1)
+        pyg, factor = rows[loop, size, model, "pyg"]["ms"], float(row["ratio"] or 1)
+        # In turns with compiled steps of PyG, which were in turns with its others.
+        if row["baseline"] == "pyg_compile":
+            factor *= float(rows[loop, size, model, "pyg_compile"]["ratio"])
         factors.setdefault(place, {}).setdefault(way, {})[f"{size} {model}"] = float(pyg) if way == "pyg" else factor
     return {place: factors[place] for place in LOOPS if place in factors}
 
