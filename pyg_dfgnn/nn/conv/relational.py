@@ -30,7 +30,6 @@ FEW_RELATIONS = 8
 """Relations up to which PyG's loop takes less of the host than the lists of new edges, where pairs are too many."""
 LISTED_NUMBERS = 2 * MEASURED_NUMBERS
 """Numbers that PyG's code writes for all edges from which it takes longer than lists of new edges."""
-
 _LOOPED_NUMBERS = 1 << 25
 """Numbers in rows of edges and pairs from which PyG's loop takes so much less memory that it has the new edges."""
 FEWEST_RELATIONS = 4
