@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Mapping, Sequence
+from functools import lru_cache
 from math import log2, prod
 
 import torch
@@ -21,7 +22,8 @@ from pyg_dfgnn.torch_private import cuda_stream
 
 MOST_NUMBERS = 100_000_000
 """Numbers in rows of edges and of pairs from which lists of new edges take less time than operators on all pairs."""
-_EDGES, _FEWEST = 1 << 16, -3
+_EDGES, _LEAST_POWER = 1 << 16, -3
+"""Edges that programs are made for, and the least power of four that the share of another domain is taken for."""
 _in_range: WeakEntry | None = None
 """The last edges and relations that were found in range, with the sizes and the direction."""
 _joint: WeakEntry | None = None
@@ -104,8 +106,8 @@ def apply_to_new(
     return interpret(_on_pairs(program_for(program, inputs, outputs), rows.sizes), rows, inputs)
 
 
-def _on_pairs(program: Program, sizes: Mapping[Domain, int], wrt: Sequence[str] = ()) -> Program:
-    """Return a program, and its gradients if asked for, with nothing per edge that pairs may have.
+def _on_pairs(program: Program, sizes: Mapping[Domain, int], wrt: tuple[str, ...] | None = None) -> Program:
+    """Return a program, or that of some of its gradients, with nothing per edge that pairs may have.
 
     What the passes choose depends on shares of the edges in powers of four, so that samples of all sizes have few.
     """
@@ -113,10 +115,16 @@ def _on_pairs(program: Program, sizes: Mapping[Domain, int], wrt: Sequence[str] 
 
     def share(domain: Domain, most: int) -> int:
         power = round(log2(max(sizes[domain], 1) / edges) / 2)
-        return min(int(_EDGES * 4.0 ** max(power, _FEWEST)), most)
+        return min(int(_EDGES * 4.0 ** max(power, _LEAST_POWER)), most)
 
     nodes, pairs = {d: share(d, _EDGES) for d in (S, D)}, {d: share(d, _EDGES // 2) for d in (U, V)}
-    return ALL_PASSES.run(program, {**sizes, E: _EDGES, **nodes, **pairs}, wrt)
+    return _optimised(program, tuple({**sizes, E: _EDGES, **nodes, **pairs}.items()), wrt)
+
+
+@lru_cache(1024)
+def _optimised(program: Program, sizes: tuple[tuple[Domain, int], ...], wrt: tuple[str, ...] | None) -> Program:
+    ready = ALL_PASSES.run(program, dict(sizes), wrt or ())
+    return ready if wrt is None else selected(ready, ["d_" + name for name in wrt])
 
 
 def program_on_new(program: Program, sizes: Mapping[Domain, int], wrt: tuple[str, ...] | None) -> Program | None:
@@ -129,9 +137,7 @@ def program_on_new(program: Program, sizes: Mapping[Domain, int], wrt: tuple[str
     """
     if not takes(program):
         return None
-    ready = _on_pairs(program, sizes, wrt or ())
-    if wrt is not None:
-        ready = selected(ready, ["d_" + name for name in wrt])
+    ready = _on_pairs(program, sizes, wrt)
     values = [ready.values[i] for i in ready.live]
     numbers = sum(sizes[value.domain] * prod(value.shape) for value in values if value.domain in (U, V, E))
     return ready if numbers < MOST_NUMBERS and takes(ready) else None

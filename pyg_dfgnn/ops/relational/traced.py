@@ -157,11 +157,11 @@ class _Programs:
         known = _read(name)
         row_set, by_name = RowSet(known.kind, anchors, sizes, known.transposed), _by_name(known, inputs)
         ready, dtypes = None, {tensor.dtype for tensor in by_name.values()}
-        if row_set.kind in ("relations", "joint") and dtypes == {torch.float32}:
+        may_pair = row_set.kind in ("relations", "joint") and dtypes == {torch.float32}
+        if may_pair and row_set.has_new_edges(name):
             rows = row_set.domain_sizes()
-            sizes_of_pairs = sizes_of(rows[S], rows[D], rows[R], rows[E])
-            ready = program_on_new(known.program, sizes_of_pairs, known.wrt)
-        if ready is not None and row_set.has_new_edges(name):
+            ready = program_on_new(known.program, sizes_of(rows[S], rows[D], rows[R], rows[E]), known.wrt)
+        if ready is not None:
             given = {each: by_name[each] for each in ready.inputs}
             results = list(interpret(ready, row_set.pairs(), given).values())
         else:
