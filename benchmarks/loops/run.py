@@ -7,6 +7,7 @@ the sources, and prints a summary. Losses and gradients of the first step are co
 from __future__ import annotations
 
 import copy
+import random
 import signal
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -255,8 +256,10 @@ class Turns:
         samples: dict[str, list[float]] = {name: [] for name in self.steps}
         budget = self.config["seconds"] * len(self.steps)
         spent, index = 0.0, 0
+        order = random.Random(0)
         while self.steps and index < MAX_BLOCKS and (index < MIN_BLOCKS or spent < budget):
-            for name in list(self.steps)[:: 1 if index % 2 else -1]:
+            # Each follows each other equally often: steps after a replay start with cold caches.
+            for name in order.sample(list(self.steps), len(self.steps)):
                 steps = self.steps[name]
                 batches = steps.batches.take(index * self.block, self.block)
                 try:
