@@ -57,13 +57,14 @@ from pyg_dfgnn.ops.relational.backend import (
 from pyg_dfgnn.ops.relational.program import ALL_PASSES
 from pyg_dfgnn.ops.visits import is_new_tensor, step
 from pyg_dfgnn.settings import current, local_settings
+from pyg_dfgnn.torch_private import current_graph_task_id, top_saved_tensors_hooks
 
 __all__ = ["Mark", "clear", "describe", "interpreted", "lowered", "standing"]
 
 _PERSISTENT = 256
 """Calls with new edges, one after another, after which a layer is asked seldom: more than fixed batches make, of which
 as many are remembered as there are, until they are known."""
-_QUIET = 16
+_QUIET = 64
 """Calls that are not asked about between two that are."""
 UNCALLED = "its first call tells what of it becomes programs"
 """Said of a layer of which nothing is known before."""
@@ -83,7 +84,10 @@ class Mark:
         refused: Kinds of calls of which kernels run no program.
         on_part: Captured forward of the last call with a part of a graph; None without.
         quiet: Number of calls to come that nothing is asked about, as long as they are like the last one.
-        like: Place of its edges, types of its arguments, number of its ids, and the settings that it had.
+        place: Place of the edges among the arguments of such a call.
+        count: Number of these arguments.
+        most: Number of ids in these edges.
+        under: Settings of such a call.
         new: Number of calls with new edges, one after another, that were asked about.
     """
 
@@ -93,7 +97,7 @@ class Mark:
     def __init__(self, kind: type) -> None:
         self.kind, self.few, self.seen, self.is_left = kind, -1, -1, False
         self.quiet, self.new = 0, 0
-        self.like: Any = None
+        self.place, self.count, self.most, self.under = 0, 0, 0, current()
         self.parts: list[dict[str, Any]] = []
         self.refused: set[Any] = set()
         self.forward: Forward | None = None
@@ -107,11 +111,14 @@ class Mark:
 
     def call(self, layer: Any, own: Callable[..., Any], forwards: Forwards, args: Any, kwargs: Any) -> Any:
         """Return what a call of the forward returns."""
-        edges, batch, has_others, values = None, None, False, (*args, *kwargs.values()) if kwargs else args
+        if torch.compiler.is_compiling():
+            return own(layer, *args, **kwargs)
+        edges, batch, has_others, found = None, None, False, 0
+        values = (*args, *kwargs.values()) if kwargs else args
         for value in values:
             if type(value) is Tensor:
-                if edges is None and value.dtype in INDEX_DTYPES and value.dim() == 2 and value.size(0) == 2:
-                    edges = value
+                if value.dtype in INDEX_DTYPES and value.dim() == 2 and value.size(0) == 2:
+                    edges, found = value if edges is None else edges, found + 1
             elif isinstance(value, PartitionedEdges):
                 self.parts = _parts_of(layer)
                 plain = [value.part.edge_index if each is value else each for each in values]
@@ -138,9 +145,10 @@ class Mark:
             is_few = may_be_few and self.few >= 0 and edges.size(1) <= self.few
             is_left = is_few or (may_be_few and is_new_tensor(layer, edges, under=under))
             self.new = self.new + 1 if is_left and not is_few else 0
-            if (is_few or self.new > _PERSISTENT) and not kwargs and batch is None:
-                place = next(place for place, value in enumerate(args) if value is edges)
-                self.like = place, tuple(map(type, args)), edges.numel(), under
+            is_known = (is_few or self.new > _PERSISTENT) and self.may_be_quiet
+            if is_known and found == 1 and not kwargs and batch is None:
+                self.place = next(place for place, value in enumerate(args) if value is edges)
+                self.count, self.most, self.under = len(args), edges.numel(), under
                 self.quiet = _QUIET
         elif edges is not None and backend().devices is not None and lacks_kernels(edges):
             report_fallback(self.kind.__name__, CPU)
@@ -244,19 +252,20 @@ def _wrapped(own: Callable[..., Any], kind: type) -> Callable[..., Any]:
     forwards = Forwards()
 
     # What the function reads is in its closure, see below.
-    name, is_compiling, settings, here = MARK, torch.compiler.is_compiling, current, step
-    strided, may_change = torch.strided, may_run_again
+    name, is_tracing, settings, here, Tensor = MARK, torch.compiler.is_dynamo_compiling, current, step, torch.Tensor
+    task, has_grad, hooks = current_graph_task_id, torch.is_grad_enabled, top_saved_tensors_hooks
 
     def wrapper(self: Any, *args: Any, **kwargs: Any) -> Any:
         mark = self.__dict__.get(name)
-        if mark is None or mark.kind is not kind or is_compiling():
+        if mark is None or mark.kind is not kind or is_tracing():
             return own(self, *args, **kwargs)
-        # Each function that a call enters costs the host: this is what `Mark.call` does with few edges.
-        if mark.quiet > 0 and mark.may_be_quiet and not kwargs and not here.is_refilled:
-            place, kinds, most, under = mark.like
-            edges = args[place] if tuple(map(type, args)) == kinds else None
-            is_like = edges is not None and edges.is_cuda and edges.layout is strided and edges.numel() <= most
-            if is_like and under is settings() and not may_change(self.training):
+        # What `Mark.call` does with few edges, by the fewest operations: a step has few of ours in its caches.
+        if mark.quiet > 0 and len(args) == mark.count and not kwargs:
+            edges = args[mark.place]
+            is_new = type(edges) is Tensor and edges.is_cuda and edges.numel() <= mark.most and not here.is_refilled
+            is_alike = is_new and mark.under is settings()
+            # What is computed again for gradients is asked about, see `may_run_again`.
+            if is_alike and task() < 0 and (has_grad() or not self.training) and hooks(True) is None:
                 mark.quiet -= 1
                 before, here.is_left = here.is_left, True
                 try:
