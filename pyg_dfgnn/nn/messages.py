@@ -8,6 +8,7 @@ layer's own code.
 from __future__ import annotations
 
 import functools
+import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import FunctionType
 from typing import Any
@@ -64,7 +65,7 @@ __all__ = ["Mark", "clear", "describe", "interpreted", "lowered", "standing"]
 _PERSISTENT = 256
 """Calls with new edges, one after another, after which a layer is asked seldom: more than fixed batches make, of which
 as many are remembered as there are, until they are known."""
-_QUIET = 64
+_QUIET = 32
 """Calls that are not asked about between two that are."""
 UNCALLED = "its first call tells what of it becomes programs"
 """Said of a layer of which nothing is known before."""
@@ -86,7 +87,8 @@ class Mark:
         quiet: Number of calls to come that nothing is asked about, as long as they are like the last one.
         place: Place of the edges among the arguments of such a call.
         count: Number of these arguments.
-        most: Number of ids in these edges.
+        most: Number of ids that edges of such a call have at most.
+        on_gpu: Whether these edges are on a GPU.
         under: Settings of such a call.
         new: Number of calls with new edges, one after another, that were asked about.
     """
@@ -97,7 +99,7 @@ class Mark:
     def __init__(self, kind: type) -> None:
         self.kind, self.few, self.seen, self.is_left = kind, -1, -1, False
         self.quiet, self.new = 0, 0
-        self.place, self.count, self.most, self.under = 0, 0, 0, current()
+        self.place, self.count, self.most, self.on_gpu, self.under = 0, 0, 0, False, current()
         self.parts: list[dict[str, Any]] = []
         self.refused: set[Any] = set()
         self.forward: Forward | None = None
@@ -136,7 +138,7 @@ class Mark:
         inner = batch.edge_index if edges is None and batch is not None else None
         if type(inner) is Tensor and inner.dim() == 2:
             edges = inner
-        under, may_be_few, is_left = current(), False, False
+        under, may_be_few, is_left, most = current(), False, False, -1
         if not under.compile_messages or step.is_refilled:
             return own(layer, *args, **kwargs)
         if edges is not None and edges.is_cuda:
@@ -145,15 +147,15 @@ class Mark:
             is_few = may_be_few and self.few >= 0 and edges.size(1) <= self.few
             is_left = is_few or (may_be_few and is_new_tensor(layer, edges, under=under))
             self.new = self.new + 1 if is_left and not is_few else 0
-            is_known = (is_few or self.new > _PERSISTENT) and self.may_be_quiet
-            if is_known and found == 1 and not kwargs and batch is None:
-                self.place = next(place for place, value in enumerate(args) if value is edges)
-                self.count, self.most, self.under = len(args), edges.numel(), under
-                self.quiet = _QUIET
+            most = edges.numel() if is_few or self.new > _PERSISTENT else -1
         elif edges is not None and backend().devices is not None and lacks_kernels(edges):
             report_fallback(self.kind.__name__, CPU)
-            is_left = True
+            is_left, most = True, sys.maxsize
         if is_left:
+            if most >= 0 and found == 1 and not kwargs and batch is None and self.may_be_quiet:
+                self.place = next(place for place, value in enumerate(args) if value is edges)
+                self.count, self.most, self.on_gpu, self.under = len(args), most, edges.is_cuda, under
+                self.quiet = _QUIET
             # As `run_left` does.
             before, step.is_left = step.is_left, True
             try:
@@ -259,11 +261,11 @@ def _wrapped(own: Callable[..., Any], kind: type) -> Callable[..., Any]:
         mark = self.__dict__.get(name)
         if mark is None or mark.kind is not kind or is_tracing():
             return own(self, *args, **kwargs)
-        # What `Mark.call` does with few edges, by the fewest operations: a step has few of ours in its caches.
+        # What `Mark.call` does with few edges, or on a CPU, by few operations: a step has none of ours in its caches.
         if mark.quiet > 0 and len(args) == mark.count and not kwargs:
             edges = args[mark.place]
-            is_new = type(edges) is Tensor and edges.is_cuda and edges.numel() <= mark.most and not here.is_refilled
-            is_alike = is_new and mark.under is settings()
+            is_left = type(edges) is Tensor and edges.is_cuda is mark.on_gpu and edges.numel() <= mark.most
+            is_alike = is_left and not here.is_refilled and mark.under is settings()
             # What is computed again for gradients is asked about, see `may_run_again`.
             if is_alike and task() < 0 and (has_grad() or not self.training) and hooks(True) is None:
                 mark.quiet -= 1

@@ -118,7 +118,7 @@ def test_a_layer_whose_edges_stay_new_is_asked_seldom(asked, monkeypatch):
     assert len(asked) == before + 2
     # Edges that come again are found to be known.
     known, before = edges(), len(asked)
-    for _ in range(100):
+    for _ in range(150):
         out = layer(scale, x, known)
     torch.testing.assert_close(out, plain(scale, x, known), **elementwise("float32"))
     assert layer.__dict__[messages.MARK].forward is not None
