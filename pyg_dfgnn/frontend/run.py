@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
@@ -17,7 +18,7 @@ from pyg_dfgnn.ir.interpreter import interpret
 from pyg_dfgnn.ir.program import RANGED, SEED, Program
 from pyg_dfgnn.ops.core import draw_seed
 from pyg_dfgnn.ops.graph import may_run_again, unmeasured_graph
-from pyg_dfgnn.ops.relational.backend import KERNELS, backend, dtype_of, is_small, match_of
+from pyg_dfgnn.ops.relational.backend import KERNELS, are_few_numbers, backend, dtype_of, is_small, match_of
 from pyg_dfgnn.ops.relational.program import index_space_of
 from pyg_dfgnn.ops.visits import MANY_EDGES, is_new_tensor, may_be_left
 from pyg_dfgnn.settings import current
@@ -220,7 +221,9 @@ class Region:
         self.is_small = is_small(self.program, edges.size(1)) and may_be_left(edges)
         if self.is_small or layer is None:
             return self.is_small
-        return is_new_tensor(layer, edges, self.kind, caller.turn)
+        # Edges that the layer has made itself have no way to be sorted without being measured.
+        is_made = edges is not caller.edges and are_few_numbers(self.program, edges.size(1))
+        return is_new_tensor(layer, edges, self.kind, caller.turn, many=sys.maxsize if is_made else MANY_EDGES)
 
     def _by_torch(self, args: Sequence[Any], reasons: Sequence[str]) -> Any:
         self.reasons = reasons

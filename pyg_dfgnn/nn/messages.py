@@ -152,7 +152,7 @@ class Mark:
             report_fallback(self.kind.__name__, CPU)
             is_left, most = True, sys.maxsize
         if is_left:
-            if most >= 0 and found == 1 and not kwargs and batch is None and self.may_be_quiet:
+            if edges is not None and most >= 0 and found == 1 and not kwargs and batch is None and self.may_be_quiet:
                 self.place = next(place for place, value in enumerate(args) if value is edges)
                 self.count, self.most, self.on_gpu, self.under = len(args), most, edges.is_cuda, under
                 self.quiet = _QUIET

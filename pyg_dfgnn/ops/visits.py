@@ -139,6 +139,7 @@ def is_new_tensor(
     turn: int | None = None,
     under: Settings | None = None,
     most: int = VISITS,
+    many: int = MANY_EDGES,
 ) -> bool:
     """Return what :func:`is_new` does, of a tensor where torch.compile does not trace.
 
@@ -149,6 +150,7 @@ def is_new_tensor(
         turn: Number of the forward.
         under: The settings in force, where they and the tensor are known to let PyG's code take few edges.
         most: Visits after which the edges are known.
+        many: Edges of which none are new.
     """
     global _last
     if step.is_refilled:
@@ -161,7 +163,7 @@ def is_new_tensor(
     if edges.dim() == 0 or (under is None and not may_be_few(edges)):
         return False
     count = edges.size(-1)
-    if count >= MANY_EDGES:
+    if count >= many:
         return False
     # PyG's convs reduce by a row of `edge_index`, which is a new view in every call.
     base = edges._base

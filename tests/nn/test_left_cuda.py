@@ -7,6 +7,7 @@ import torch
 from torch.utils.checkpoint import checkpoint
 from torch_geometric.data import Data
 from torch_geometric.nn import MessagePassing
+from torch_geometric.utils import remove_self_loops
 
 import pyg_dfgnn
 from pyg_dfgnn.graph import Graph
@@ -122,6 +123,26 @@ def test_a_layer_whose_edges_stay_new_is_asked_seldom(asked, monkeypatch):
         out = layer(scale, x, known)
     torch.testing.assert_close(out, plain(scale, x, known), **elementwise("float32"))
     assert layer.__dict__[messages.MARK].forward is not None
+
+
+class _Filtered(MessagePassing):
+    """Sums over the edges that remain without self-loops."""
+
+    def forward(self, x, edge_index):
+        return self.propagate(remove_self_loops(edge_index)[0], x=x)
+
+    def message(self, x_j):
+        return x_j
+
+
+@pytest.mark.parametrize(("width", "is_left"), [(8, True), (160, False)])
+def test_many_new_edges_of_the_layer_itself_are_sorted_for_wide_rows(width, is_left):
+    layer, plain, x = pyg_dfgnn.accelerate(_Filtered()), _Filtered(), torch.rand(300, width, device=DEVICE)
+    for _ in range(4):
+        edge_index = random_edges(300, 300, 1_200_000).to(DEVICE)
+        torch.testing.assert_close(layer(x, edge_index), plain(x, edge_index), **elementwise("float32/gradients"))
+    (graph,) = layer.__dict__[messages.MARK].forward.compiler.graphs
+    assert [bool(region.reasons) for region in graph.regions] == [is_left]
 
 
 class _TwoEdges(MessagePassing):

@@ -21,6 +21,7 @@ from pyg_dfgnn.ir.register_layout import LoweringError
 from pyg_dfgnn.ops.families import Match, match
 from pyg_dfgnn.ops.relational.chunked import chunked_of
 from pyg_dfgnn.ops.relational.program import ALL_PASSES, Prepared, prepared_for
+from pyg_dfgnn.ops.visits import MEASURED_NUMBERS
 
 Run = Callable[[IndexSpace, Mapping[str, Tensor]], Mapping[str, Tensor]]
 """Runs a program: (rows, inputs) -> outputs."""
@@ -86,12 +87,14 @@ class _Weight(NamedTuple):
         program: The program, which so stays alive.
         launches: PyG's launches on edges.
         width: Of the widest row of an edge.
+        written: Numbers that PyG's code writes for an edge.
         operations: Kernels and operators of torch that its steps run, forward and backward; 0 where a family runs it.
     """
 
     program: Program
     launches: int
     width: int
+    written: int
     operations: int
 
 
@@ -101,11 +104,7 @@ _weights: dict[int, _Weight] = {}
 
 def is_small(program: Program, num_edges: int) -> bool:
     """Return whether PyG's launches for a program take less time than what the host does for kernels of it."""
-    known = _weights.get(id(program))
-    if known is None:
-        if len(_weights) >= _MOST_MATCHED:
-            _weights.clear()
-        known = _weights[id(program)] = _weighed(program)
+    known = _weight_of(program)
     # On one H200 edge networks took .7 to .95 of PyG's speed at 2^23 numbers and 1.03 to 1.28 at 2^24, with rows of 64
     # and 128, and 1.07 to 1.48 on as many rows of 16; GMMConv .95 at 1.2 * 2^24.
     # A family cuts wide rows, and has launches for each piece.
@@ -115,6 +114,20 @@ def is_small(program: Program, num_edges: int) -> bool:
     # On one CPU, kernels switched off, an operation of ours took 9 us and a launch of PyG's 6, with their autograd. On
     # one H200 a step of 6 launches and 3 operations took .91 and .94 of PyG's speed, one of 7 launches 1.05.
     return is_cut or known.launches <= _FEW_LAUNCHES or 3 * known.operations > 2 * known.launches + 8
+
+
+def are_few_numbers(program: Program, num_edges: int) -> bool:
+    """Return whether PyG's code takes new edges in less time than it takes to sort them."""
+    return num_edges * _weight_of(program).written < MEASURED_NUMBERS
+
+
+def _weight_of(program: Program) -> _Weight:
+    known = _weights.get(id(program))
+    if known is None:
+        if len(_weights) >= _MOST_MATCHED:
+            _weights.clear()
+        known = _weights[id(program)] = _weighed(program)
+    return known
 
 
 def _weighed(program: Program) -> _Weight:
@@ -134,7 +147,8 @@ def _weighed(program: Program) -> _Weight:
         for step in () if steps is None else (*steps.forward, *steps.backward):
             is_torchs = step.kind == "dense"
             operations += sum(value.op != "input" for value in step.program.values) if is_torchs else 1
-    return _Weight(program, launches, width, operations)
+    written = sum(prod(v.shape) for v in of_edges if _LAUNCHES.get(v.op, 1))
+    return _Weight(program, launches, width, written, operations)
 
 
 def dtype_of(inputs: Mapping[str, Tensor]) -> torch.dtype:
