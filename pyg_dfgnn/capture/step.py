@@ -29,6 +29,8 @@ from pyg_dfgnn.torch_private import tree_map_only
 Loss = Callable[[Any, Any], Tensor]
 ForwardFunction = Callable[[nn.Module, Any], Any]
 PhaseMark = Callable[[str], None]
+# Whose fused kernel GPUs have.
+_FUSED = (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD)
 ON_CPU = "capture_step: the model is on a CPU, where each step runs eagerly; CUDA graphs need a CUDA device"
 
 
@@ -302,6 +304,9 @@ class CapturedStep(Step):
             for group in groups:
                 if "capturable" in group:
                     group["capturable"] = True
+                # One launch, where torch's own choice has two for each parameter.
+                if _is_open(self.optimizer, group):
+                    group["fused"] = True
             # A resumed run may have counted its steps on the host.
             for state in self.optimizer.state.values():
                 for name, value in state.items():
@@ -350,7 +355,8 @@ def capture_step(
     Args:
         model: Model whose parameters are on one device.
         loss: Called with the output and the data; returns a tensor of one element and waits for no number of the GPU.
-        optimizer: With the option `capturable`, as Adam, AdamW and RMSprop have, or with `fused=True`, as SGD takes.
+        optimizer: With the option `capturable`, as Adam, AdamW and RMSprop have, or with a fused kernel, as SGD has.
+            The fused kernel is taken where neither `fused` nor `foreach` is given.
         data: Either a `Data` or `HeteroData` on the model's device, which each step takes: its edges stay as they are,
             other tensors may be refilled in place. Or a `DataLoader` of small graphs, or the :class:`Capacity` of
             batches that are made otherwise: each step takes a batch, which is padded.
@@ -420,9 +426,18 @@ def check_optimizer(optimizer: Optimizer) -> None:
     Raises:
         ValueError: It cannot.
     """
-    if any("capturable" not in group and not group.get("fused") for group in optimizer.param_groups):
-        need = "the option 'capturable', as Adam has, or fused=True, as SGD takes, to be captured"
+    groups = optimizer.param_groups
+    if not all("capturable" in group or group.get("fused") or _is_open(optimizer, group) for group in groups):
+        need = "the option 'capturable', as Adam has, or a fused kernel, as SGD has, to be captured"
         raise ValueError(f"'optimizer' needs {need} (got {type(optimizer).__name__})")
+
+
+def _is_open(optimizer: Optimizer, group: dict[str, Any]) -> bool:
+    """Return whether torch's fused kernel can take a group of parameters, and the user has asked for no other form."""
+    is_chosen = group.get("fused") is not None or group.get("foreach") is not None or group.get("differentiable")
+    if type(optimizer) not in _FUSED or is_chosen:
+        return False
+    return all(parameter.is_floating_point() for parameter in group["params"])
 
 
 def _capacity_of(loader: Any) -> Capacity:

@@ -16,10 +16,11 @@ from torch_geometric.loader import DataLoader
 
 import pyg_dfgnn.nn
 from pyg_dfgnn.capture import Capacity, CapturedStep, capture_step
-from pyg_dfgnn.capture.buckets import MaskedBatchNorm, RowMask
+from pyg_dfgnn.capture.buckets import MaskedBatchNorm
 from pyg_dfgnn.errors import IdRangeError, StaleError, UnsupportedError
 from pyg_dfgnn.graph import DeviceDataset
 from pyg_dfgnn.models import AGNN, GAT, GraphTransformer
+from pyg_dfgnn.ops.masked_norm import RowMask
 from pyg_dfgnn.reference.tolerances import elementwise, relative_error
 from pyg_dfgnn.settings import local_settings
 from pyg_dfgnn.training.step import make_step
@@ -43,10 +44,9 @@ MODELS = {
 OPTIMIZERS = {
     "adam": lambda p, **o: torch.optim.Adam(p, **o),
     "adam, fused": lambda p, **o: torch.optim.Adam(p, fused=True, **o),
-    "adamw, rate on the device": lambda p, lr: torch.optim.AdamW(
-        p, lr=torch.tensor(lr, device="cuda"), capturable=True
-    ),
-    "sgd": lambda p, **o: torch.optim.SGD(p, momentum=0.9, fused=True, **o),
+    "adam, foreach": lambda p, **o: torch.optim.Adam(p, foreach=True, **o),
+    "adamw, rate on the device": lambda p, lr: torch.optim.AdamW(p, lr=torch.tensor(lr, device=CUDA), capturable=True),
+    "sgd": lambda p, **o: torch.optim.SGD(p, momentum=0.9, **o),
     "rmsprop": lambda p, **o: torch.optim.RMSprop(p, **o),
     "adamax": lambda p, **o: torch.optim.Adamax(p, **o),
     "nadam": lambda p, **o: torch.optim.NAdam(p, **o),

@@ -3,6 +3,7 @@
 import copy
 import gc
 import weakref
+from functools import partial
 
 import pytest
 import torch
@@ -27,9 +28,9 @@ from tests.kernels.emulated import emulated_device
 
 STEPS = 20
 OPTIMIZERS = {
-    "adam": lambda parameters: torch.optim.Adam(parameters, lr=0.01, fused=True),
+    "adam": lambda parameters: torch.optim.Adam(parameters, lr=0.01),
     "adamw": lambda parameters: torch.optim.AdamW(parameters, lr=0.01, fused=True),
-    "sgd": lambda parameters: torch.optim.SGD(parameters, lr=0.05, momentum=0.9, fused=True),
+    "sgd": lambda parameters: torch.optim.SGD(parameters, lr=0.05, momentum=0.9),
 }
 
 
@@ -466,7 +467,7 @@ class NoModule:
     ("options", "error", "message"),
     [
         ({"optimizer": torch.optim.LBFGS}, ValueError, r"'optimizer' needs the option 'capturable'.*\(got LBFGS\)"),
-        ({"optimizer": torch.optim.SGD}, ValueError, r"'optimizer' needs .* fused=True, as SGD .*\(got SGD\)"),
+        ({"optimizer": partial(torch.optim.SGD, foreach=True)}, ValueError, r"'optimizer' needs .*\(got SGD\)"),
         ({"model": nn.Identity(), "optimizer": lambda _: None}, ValueError, r"'model' needs .* device \(got none\)"),
         ({"model": scattered()}, ValueError, r"'model' needs parameters on one device \(got .*meta"),
         (
