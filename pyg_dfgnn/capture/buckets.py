@@ -12,12 +12,11 @@ from torch import Tensor, nn
 from torch_geometric.data import Batch, Data
 from torch_geometric.nn import norm as graph_norms
 
-from pyg_dfgnn.distributed.norm import batch_norm_kernels
 from pyg_dfgnn.errors import check_device, check_dtype, check_range, check_shape
 from pyg_dfgnn.graph import DeviceDataset, RefilledGraph, StaticGroups
 from pyg_dfgnn.graph.forms import INDEX_DTYPES
-from pyg_dfgnn.ops.eager import differentiable, differentiated
 from pyg_dfgnn.ops.graph import refill, reports
+from pyg_dfgnn.ops.masked_norm import RowMask, Running, masked_norm
 from pyg_dfgnn.ops.visits import refilled
 from pyg_dfgnn.torch_private import BatchNormBase, InstanceNormBase, foreach_copy, tree_map_only
 
@@ -38,35 +37,6 @@ _REFUSED = (
 )
 
 
-class RowMask:
-    """Which rows of a bucket hold a batch, in the forms that norms need, always at the same addresses.
-
-    Args:
-        num_rows: Rows of the bucket.
-        like: A feature tensor, whose device and dtype the numbers have, float32 for a low precision.
-
-    Attributes:
-        is_padding: Which rows hold nothing of the batch, bool [N, 1].
-        count: Number n of rows of the batch, int32 [1].
-        inverse: 1 / n, [].
-        unbiased: n / (n - 1), [].
-    """
-
-    def __init__(self, num_rows: int, like: Tensor) -> None:
-        options: dict[str, Any] = {"dtype": torch.promote_types(like.dtype, torch.float32), "device": like.device}
-        self._row = torch.arange(num_rows, device=like.device).view(-1, 1)
-        self.is_padding = torch.zeros_like(self._row, dtype=torch.bool)
-        self.count = torch.zeros(1, dtype=torch.int32, device=like.device)
-        self.inverse, self.unbiased = (torch.zeros((), **options) for _ in range(2))
-
-    def set(self, count: int) -> None:
-        """Let the first `count` rows hold the batch."""
-        torch.ge(self._row, count, out=self.is_padding)
-        self.count.fill_(count)
-        self.inverse.fill_(1 / count)
-        self.unbiased.fill_(count / max(count - 1, 1))
-
-
 class MaskedBatchNorm(nn.BatchNorm1d):
     """`BatchNorm1d` whose statistics in training leave out padding; :class:`Buckets` turns a model's norms into it.
 
@@ -80,73 +50,11 @@ class MaskedBatchNorm(nn.BatchNorm1d):
         """Normalise `x [N, C]`."""
         if self.mask is None or not self.training:
             return super().forward(x)
-        out, mean, variance = _MaskedBatchNorm.apply(x, self.weight, self.bias, self.mask, self.eps)
+        running = None
         if self.running_mean is not None and self.running_var is not None and self.num_batches_tracked is not None:
-            with torch.no_grad():
-                self.num_batches_tracked += 1
-                momentum = 1 / self.num_batches_tracked if self.momentum is None else self.momentum
-                self.running_mean.lerp_(mean.to(self.running_mean.dtype), momentum)
-                self.running_var.lerp_((variance * self.mask.unbiased).to(self.running_var.dtype), momentum)
-        return out
-
-
-def _again(ctx: Any, grad: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
-    """Return the gradients by torch's operators."""
-    mask = ctx.mask
-
-    def outputs(inputs: list[Any]) -> list[Tensor]:
-        x, weight, bias = inputs
-        centred = x.to(mask.inverse.dtype).masked_fill(mask.is_padding, 0.0)
-        centred = (centred - centred.sum(0) * mask.inverse).masked_fill(mask.is_padding, 0.0)
-        out = centred * (centred.square().sum(0) * mask.inverse + ctx.eps).rsqrt()
-        out = out if weight is None else out * weight
-        out = out if bias is None else out + bias
-        return [out.masked_fill(mask.is_padding, 0.0).to(grad.dtype)]
-
-    x, weight = ctx.saved_tensors[:2]
-    # The gradients are the same for any.
-    bias = weight if ctx.needs_input_grad[2] else None
-    return *differentiated(outputs, (x, weight, bias), ctx.needs_input_grad[:3], [grad]), None, None
-
-
-class _MaskedBatchNorm(torch.autograd.Function):
-    """Masked batch norm by torch's kernels of a synchronised one, since a step has many norms on little data.
-
-    Rows of padding take the mean, so that they add nothing to the variance, and get no gradient.
-    """
-
-    @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, weight: Tensor | None, bias: Tensor | None, mask: RowMask, eps: float
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        wide = x.to(mask.inverse.dtype).contiguous()
-        kernels = batch_norm_kernels(x)
-        mean = wide.masked_fill(mask.is_padding, 0.0).sum(0) * mask.inverse
-        filled = torch.where(mask.is_padding, mean, wide)
-        # The variance over all rows, of which the share of the batch is over its own.
-        variance = kernels.batch_norm_stats(filled, eps)[1].square_().reciprocal_().sub_(eps).clamp_(min=0.0)
-        variance = variance.mul_(len(x) * mask.inverse)
-        invstd = (variance + eps).rsqrt_()
-        out = kernels.batch_norm_elemt(filled, weight, bias, mean, invstd, eps)
-        ctx.save_for_backward(x, weight, mean, invstd)
-        ctx.mask, ctx.eps = mask, eps
-        ctx.mark_non_differentiable(mean, variance)
-        return out.to(x.dtype), mean, variance
-
-    @staticmethod
-    @differentiable(_again)
-    def backward(ctx: Any, grad: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
-        x, weight, mean, invstd = ctx.saved_tensors
-        mask, needed, kernels = ctx.mask, ctx.needs_input_grad, batch_norm_kernels(x)
-        filled = torch.where(mask.is_padding, mean, x.to(mean.dtype).contiguous())
-        grad_out = grad.to(filled.dtype).masked_fill(mask.is_padding, 0.0).contiguous()
-        inputs = grad_out, filled, mean, invstd, weight
-        *sums, grad_weight, grad_bias = kernels.batch_norm_backward_reduce(*inputs, *needed[:3])
-        grad_x = None
-        if needed[0]:
-            grad_x = kernels.batch_norm_backward_elemt(*inputs, *sums, mask.count)
-            grad_x = grad_x.masked_fill_(mask.is_padding, 0.0).to(grad.dtype)
-        return grad_x, grad_weight if needed[1] else None, grad_bias if needed[2] else None, None, None
+            self.num_batches_tracked += 1
+            running = Running(self.running_mean, self.running_var, self.num_batches_tracked, self.momentum)
+        return masked_norm(x, self.weight, self.bias, self.mask, running, self.eps)
 
 
 @dataclass(frozen=True)

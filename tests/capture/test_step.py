@@ -10,10 +10,11 @@ from torch import nn
 from torch_geometric.data import Batch, Data
 
 from pyg_dfgnn.capture import Buckets, Capacity, CapturedStep, Recorder
-from pyg_dfgnn.capture.buckets import IGNORED, MaskedBatchNorm, RowMask
+from pyg_dfgnn.capture.buckets import IGNORED, MaskedBatchNorm
 from pyg_dfgnn.capture.recorder import _waiting_refused
 from pyg_dfgnn.graph import DeviceDataset
 from pyg_dfgnn.models import GraphTransformer
+from pyg_dfgnn.ops.masked_norm import RowMask
 from pyg_dfgnn.reference.tolerances import elementwise
 from pyg_dfgnn.settings import local_settings
 from pyg_dfgnn.training.step import make_step

@@ -26,6 +26,7 @@ from pyg_dfgnn.dispatch.gemm import (
 from pyg_dfgnn.dispatch.segment import SegmentProblem
 from pyg_dfgnn.graph import Graph
 from pyg_dfgnn.ops.graph import spec_of as spec_of_edges
+from pyg_dfgnn.ops.masked_norm import spec_of as spec_of_norm
 from pyg_dfgnn.statements.scores import SCORES
 from pyg_dfgnn.statements.segment import MESSAGES, STATS
 from pyg_dfgnn.statements.spec import HOPPER, Spec
@@ -259,6 +260,7 @@ def all_specs() -> list[Spec]:
     rows = attention_specs() + block_specs() + norm_specs() + narrow_specs() + node_specs()
     rows += edge_rows_specs() + segment_gemm_specs() + relational_specs()
     rows += [spec_of_edges(*flags) for flags in product((False, True), repeat=3)]
+    rows += [spec_of_norm(dtype) for dtype in (torch.float32, torch.float16, torch.bfloat16)]
     return rows + paper_specs() + block_mma_specs() + gemm_specs() + segment_specs()
 
 
@@ -270,7 +272,7 @@ def label(spec: Spec) -> str:
         options = [name.lower() for name in (*(stat.upper() for stat in STATS), "ARGS") if c[name]]
         size = f"C{c['CHANNELS']}", str(DTYPES[c["STORAGE"]]).removeprefix("torch."), f"slots{c['EDGE_SLOTS']}"
         return "-".join([spec.path[:-3], message, *options, *size])
-    if spec.path.startswith(("gemm/", "relational/", "graph/")):
+    if spec.path.startswith(("gemm/", "relational/", "graph/", "norm/")):
         return "-".join([spec.path[:-3], *(f"{name.lower()}{value}" for name, value in spec.constants)])
     options = [score.name for score in SCORES.values() if score.texts == spec.texts]
     options += [f"H{c['HEADS']}", f"C{c['CHANNELS']}", str(DTYPES[c["STORAGE"]]).removeprefix("torch.")]
