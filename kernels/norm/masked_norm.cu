@@ -108,7 +108,7 @@ __device__ __forceinline__ T over_blocks(const float* pairs, i64 channels, i64 n
     return over_block<T, true>(own);
 }
 
-extern "C" __global__ void masked_norm_moments(const storage_t* x, const int* count, i64 channels, float* pairs) {
+extern "C" __global__ void masked_norm_moments(const storage_t* x, const i64* count, i64 channels, float* pairs) {
     const i64 column = column_of_thread(), n = *count;
     Moments own = {};
     for (i64 row = slot_of_thread(); column < channels && row < n; row += all_slots()) own.take(load(x + row * channels + column));
@@ -118,7 +118,7 @@ extern "C" __global__ void masked_norm_moments(const storage_t* x, const int* co
 
 // `statistics` gets the mean and 1 / sqrt(var + eps) of each column. With a momentum below 0 the running statistics are
 // means over all batches, of which `batches` is the number.
-extern "C" __global__ void masked_norm_forward(const storage_t* x, const int* count, i64 rows, i64 channels,
+extern "C" __global__ void masked_norm_forward(const storage_t* x, const i64* count, i64 rows, i64 channels,
                                                const float* pairs, const float* weight, const float* bias,
                                                double momentum, double eps, const i64* batches, float* running_mean,
                                                float* running_var, float* statistics, storage_t* out) {
@@ -143,7 +143,7 @@ extern "C" __global__ void masked_norm_forward(const storage_t* x, const int* co
     }
 }
 
-extern "C" __global__ void masked_norm_sums(const storage_t* grad, const storage_t* x, const int* count, i64 channels,
+extern "C" __global__ void masked_norm_sums(const storage_t* grad, const storage_t* x, const i64* count, i64 channels,
                                             const float* statistics, float* pairs) {
     const i64 column = column_of_thread(), n = *count;
     Sums own = {};
@@ -161,7 +161,7 @@ extern "C" __global__ void masked_norm_sums(const storage_t* grad, const storage
 }
 
 // `grads` gets the gradients of the bias and of the weight.
-extern "C" __global__ void masked_norm_backward(const storage_t* grad, const storage_t* x, const int* count, i64 rows,
+extern "C" __global__ void masked_norm_backward(const storage_t* grad, const storage_t* x, const i64* count, i64 rows,
                                                 i64 channels, const float* statistics, const float* pairs,
                                                 const float* weight, float* grads, storage_t* grad_x) {
     const i64 column = column_of_thread(), n = *count;

@@ -150,10 +150,9 @@ class Bucket:
         for name, kind in self.levels.items():
             self.batch[name] = batch[name].new_empty(self.sizes[kind], *batch[name].shape[1:])
         self.batch.num_nodes, self.batch._num_graphs = self.num_nodes, self.num_graphs
-        like = batch.x if isinstance(batch.x, Tensor) else torch.empty(0, device=batch.edge_index.device)
-        self.mask = RowMask(self.num_nodes, like)
         self.groups = StaticGroups(self.batch.batch, self.num_graphs)
         self.batch_sizes = self.batch.edge_index.new_zeros(2, dtype=torch.int64)
+        self.mask = RowMask(self.num_nodes, self.batch_sizes[1:])
         self.graphs: list[RefilledGraph] = []
         edge_index = self.batch.edge_index
         if edge_index.dtype in INDEX_DTYPES:
@@ -189,7 +188,6 @@ class Bucket:
         if edges < self.filled["edge"]:
             self.batch.edge_index[:, edges : self.filled["edge"]] = self.num_nodes - 1
         self.filled = counts
-        self.mask.set(counts["node"])
         for place, count in enumerate((edges, counts["node"])):
             self.batch_sizes[place].fill_(count)
 

@@ -24,32 +24,20 @@ _ENTRIES = ("moments", "forward", "sums", "backward")
 
 
 class RowMask:
-    """Which rows of a batch are not padding, in the forms that norms need, always at the same addresses.
+    """Which rows of a batch are not padding: the first n of them.
 
     Args:
-        num_rows: Rows with padding.
-        like: A feature tensor, whose device and dtype the numbers have, float32 for a low precision.
-
-    Attributes:
-        is_padding: Which rows hold nothing of the batch, bool [N, 1].
-        count: Number n of rows of the batch, int32 [1].
-        inverse: 1 / n, [].
-        unbiased: n / (n - 1), [].
+        num_rows: Number of rows with padding.
+        count: Number n of rows of the batch, int64 [1], which may change.
     """
 
-    def __init__(self, num_rows: int, like: Tensor) -> None:
-        options: dict[str, Any] = {"dtype": torch.promote_types(like.dtype, torch.float32), "device": like.device}
-        self._row = torch.arange(num_rows, device=like.device).view(-1, 1)
-        self.is_padding = torch.zeros_like(self._row, dtype=torch.bool)
-        self.count = torch.zeros(1, dtype=torch.int32, device=like.device)
-        self.inverse, self.unbiased = (torch.zeros((), **options) for _ in range(2))
+    def __init__(self, num_rows: int, count: Tensor) -> None:
+        self.count = count
+        self._row = torch.arange(num_rows, device=count.device).view(-1, 1)
 
-    def set(self, count: int) -> None:
-        """Let the first `count` rows hold the batch."""
-        torch.ge(self._row, count, out=self.is_padding)
-        self.count.fill_(count)
-        self.inverse.fill_(1 / count)
-        self.unbiased.fill_(count / max(count - 1, 1))
+    def is_padding(self) -> Tensor:
+        """Return which rows hold nothing of the batch, bool [N, 1]."""
+        return self._row >= self.count
 
 
 class Running(NamedTuple):
@@ -105,7 +93,8 @@ def masked_norm(
         with torch.no_grad():
             share = 1 / running.batches if running.momentum is None else running.momentum
             running.mean.lerp_(mean.to(running.mean.dtype), share)
-            running.var.lerp_((variance * mask.unbiased).to(running.var.dtype), share)
+            variance = variance * mask.count / (mask.count - 1).clamp(min=1)
+            running.var.lerp_(variance.to(running.var.dtype), share)
     return out
 
 
@@ -113,14 +102,15 @@ def _by_operators(
     x: Tensor, weight: Tensor | None, bias: Tensor | None, mask: RowMask, eps: float
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the output, the mean and the variance."""
-    wide = x.to(mask.inverse.dtype).masked_fill(mask.is_padding, 0.0)
-    mean = wide.sum(0) * mask.inverse
-    centred = (wide - mean).masked_fill(mask.is_padding, 0.0)
-    variance = centred.square().sum(0) * mask.inverse
+    is_padding = mask.is_padding()
+    wide = x.to(torch.promote_types(x.dtype, torch.float32)).masked_fill(is_padding, 0.0)
+    mean = wide.sum(0) / mask.count
+    centred = (wide - mean).masked_fill(is_padding, 0.0)
+    variance = centred.square().sum(0) / mask.count
     out = centred * (variance + eps).rsqrt()
     out = out if weight is None else out * weight
     out = out if bias is None else out + bias
-    return out.masked_fill(mask.is_padding, 0.0).to(x.dtype), mean, variance
+    return out.masked_fill(is_padding, 0.0).to(x.dtype), mean, variance
 
 
 def _again(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:

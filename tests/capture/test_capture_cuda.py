@@ -578,8 +578,8 @@ def test_data_on_the_host():
 def test_norm_leaves_out_padding(rows, count, channels, dtype, shift):
     """Against torch's norm of the rows of the batch in float64; padding is poisoned."""
     norm, plain = MaskedBatchNorm(channels).cuda(), nn.BatchNorm1d(channels).cuda().double()
-    norm.mask = RowMask(rows, torch.empty(0, device="cuda", dtype=dtype))
-    norm.mask.set(count)
+    norm.mask = RowMask(rows, torch.tensor([count], device="cuda"))
+    norm.mask.count.fill_(count)
     x, down = (torch.randn(rows, channels, device="cuda") for _ in range(2))
     x, down = (x + shift).to(dtype), down.to(dtype)
     x[count:] = down[count:] = torch.nan

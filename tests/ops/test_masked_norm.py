@@ -31,12 +31,15 @@ def normed(norm, x, down, mask):
 @pytest.mark.parametrize("rows, counts, channels", [(7, (4, 7), 3), (150, (149, 9), 33)])
 def test_padding_is_left_out(rows, counts, channels, dtype, affine, momentum):
     torch.manual_seed(0)
-    norm, mask = nn.BatchNorm1d(channels, affine=affine, momentum=momentum), RowMask(rows, torch.empty(0))
+    norm, mask = (
+        nn.BatchNorm1d(channels, affine=affine, momentum=momentum),
+        RowMask(rows, torch.zeros(1, dtype=torch.int64)),
+    )
     for parameter in norm.parameters():
         nn.init.normal_(parameter)
     exact = copy.deepcopy(norm).double()
     for count in counts:
-        mask.set(count)
+        mask.count.fill_(count)
         x, down = (3 + torch.randn(rows, channels)).to(dtype), torch.randn(rows, channels).to(dtype)
         x[count:] = down[count:] = torch.nan
         head = x[:count].double().requires_grad_()
@@ -55,8 +58,7 @@ def test_padding_is_left_out(rows, counts, channels, dtype, affine, momentum):
 @needs_compiler
 @pytest.mark.parametrize("level", [0.0, 1e4, 1e6])
 def test_a_constant_column_stays_finite(level):
-    norm, mask = nn.BatchNorm1d(2, track_running_stats=False), RowMask(90, torch.empty(0))
-    mask.set(77)
+    norm, mask = nn.BatchNorm1d(2, track_running_stats=False), RowMask(90, torch.tensor([77]))
     x = torch.full((90, 2), level)
     with emulated_device():
         out, grads = normed(norm, x.requires_grad_(), torch.randn(90, 2), mask)
@@ -65,8 +67,7 @@ def test_a_constant_column_stays_finite(level):
 
 @needs_compiler
 def test_a_batch_of_one_row_is_finite():
-    norm, mask = nn.BatchNorm1d(2), RowMask(3, torch.empty(0))
-    mask.set(1)
+    norm, mask = nn.BatchNorm1d(2), RowMask(3, torch.tensor([1]))
     with emulated_device():
         out, grads = normed(norm, torch.randn(3, 2, requires_grad=True), torch.ones(3, 2), mask)
     assert out.isfinite().all() and all(grad.isfinite().all() for grad in grads) and norm.running_var.isfinite().all()
@@ -76,8 +77,7 @@ def test_a_batch_of_one_row_is_finite():
 def test_second_derivatives_and_columns_in_steps():
     """Of an input whose columns are not next to each other, by kernels and by torch's operators."""
     torch.manual_seed(0)
-    wide, mask, results = torch.randn(20, 12, requires_grad=True), RowMask(20, torch.empty(0)), []
-    mask.set(13)
+    wide, mask, results = torch.randn(20, 12, requires_grad=True), RowMask(20, torch.tensor([13])), []
     weight, bias = torch.randn(6, requires_grad=True), torch.randn(6, requires_grad=True)
     for is_emulated in (True, False):
         with emulated_device() if is_emulated else torch.enable_grad():
