@@ -149,6 +149,8 @@ class Bucket:
         self.batch = Batch(_base_cls=Data, edge_index=batch.edge_index.new_empty(2, self.num_edges))
         for name, kind in self.levels.items():
             self.batch[name] = batch[name].new_empty(self.sizes[kind], *batch[name].shape[1:])
+        # Attributes of a batch are looked up slowly.
+        self.rooms = [(name, kind, self.batch[name]) for name, kind in self.levels.items()]
         self.batch.num_nodes, self.batch._num_graphs = self.num_nodes, self.num_graphs
         self.groups = StaticGroups(self.batch.batch, self.num_graphs)
         self.batch_sizes = self.batch.edge_index.new_zeros(2, dtype=torch.int64)
@@ -171,25 +173,26 @@ class Bucket:
             ValueError: It has another shape.
         """
         counts = {"node": batch.num_nodes, "edge": batch.num_edges, "graph": batch.num_graphs}
-        for name, kind in self.levels.items():
-            room, value, rows = self.batch[name], batch.get(name), counts[kind]
-            spec = str([rows, *room.shape[1:]])
-            check_shape(f"data.{name}", value, (rows, *room.shape[1:]), f"{spec}, as in the first batch")
+        edge_index = self.batch.edge_index
+        rooms, values = [edge_index[:, : counts["edge"]]], [batch.edge_index]
+        for name, kind, room in self.rooms:
+            value, rows = batch.get(name), counts[kind]
+            if not isinstance(value, Tensor) or value.shape != (rows, *room.shape[1:]):
+                spec = f"{[rows, *room.shape[1:]]}, as in the first batch"
+                check_shape(f"data.{name}", value, (rows, *room.shape[1:]), spec)
             check_dtype(f"data.{name}", value, room.dtype)
-        edges = counts["edge"]
-        room = [self.batch[name][: counts[kind]] for name, kind in self.levels.items()]
-        room.append(self.batch.edge_index[:, :edges])
-        foreach_copy(room, [*(batch[name] for name in self.levels), batch.edge_index])
+            rooms.append(room[:rows])
+            values.append(value)
+        foreach_copy(rooms, values)
         # Rows behind the previous batch hold padding already.
-        for name, kind in self.levels.items():
+        for name, kind, room in self.rooms:
             if counts[kind] < self.filled[kind]:
-                value = self._padding(name, self.batch[name])
-                self.batch[name][counts[kind] : self.filled[kind]] = value
-        if edges < self.filled["edge"]:
-            self.batch.edge_index[:, edges : self.filled["edge"]] = self.num_nodes - 1
+                room[counts[kind] : self.filled[kind]] = self._padding(name, room)
+        if counts["edge"] < self.filled["edge"]:
+            edge_index[:, counts["edge"] : self.filled["edge"]] = self.num_nodes - 1
         self.filled = counts
-        for place, count in enumerate((edges, counts["node"])):
-            self.batch_sizes[place].fill_(count)
+        for place, kind in enumerate(("edge", "node")):
+            self.batch_sizes[place].fill_(counts[kind])
 
     def register(self) -> None:
         """Let layers find what belongs to the tensors as they are now."""

@@ -207,18 +207,18 @@ class CapturedStep(Step):
         if self.buckets is None:
             if data is not self.data:
                 raise ValueError("'data' needs the object that capture_step was given (got another one)")
-            loss, self.output = self._run("step", data, self.train_step)
+            loss, self.output = self._run("step", data, partial(self.train_step, data))
             return loss.clone()
-        batch = self.buckets.move(data)
-        bucket = self.buckets.place(batch)
+        buckets, batch = self.buckets, self.buckets.move(data)
+        bucket = buckets.place(batch)
         self._unchecked = None if bucket.is_checked else (bucket, batch)
 
-        def step(wide: Data) -> tuple[Tensor, Any]:
-            bucket.refill()
-            return self.train_step(wide)
+        def step() -> tuple[Tensor, Any]:
+            with buckets.active(bucket) as wide:
+                bucket.refill()
+                return self.train_step(wide)
 
-        with self.buckets.active(bucket) as wide:
-            loss, output = self._run("step", wide, step)
+        loss, output = self._run("step", bucket.batch, step)
         self.output = bucket.rows(output, batch)
         return loss.clone()
 
@@ -227,7 +227,8 @@ class CapturedStep(Step):
         if self.buckets is not None:
             self._unchecked = None
             return super().evaluate(self.buckets.move(self._data_of(data)))
-        loss, self.output = self._run("evaluate", self._data_of(data), self.eval_step)
+        data = self._data_of(data)
+        loss, self.output = self._run("evaluate", data, partial(self.eval_step, data))
         return loss.clone()
 
     def compute(self, data: Any) -> tuple[Tensor, Any]:
@@ -265,7 +266,7 @@ class CapturedStep(Step):
     def _warm_ups(self) -> int:
         return self.WARM_UPS if self.group.size == 1 else self.SHARED_WARM_UPS
 
-    def _run(self, kind: str, data: Any, work: Callable[[Any], tuple[Tensor, Any]]) -> tuple[Tensor, Any]:
+    def _run(self, kind: str, data: Any, work: Callable[[], tuple[Tensor, Any]]) -> tuple[Tensor, Any]:
         key = kind, id(data)
         capture = self._captures.get(key)
         if capture is None:
@@ -275,10 +276,10 @@ class CapturedStep(Step):
             # A recording is of kernels, however seldom the edges have come before it.
             with local_settings(check_ids="now"):
                 if capture.runs <= self._warm_ups:
-                    return self.recorder.run(lambda: work(data))
+                    return self.recorder.run(work)
                 # The edges of a bucket are edited for each batch.
                 with edges_stay(self.buckets is None) as read:
-                    capture.recording = self._record(lambda: work(data))
+                    capture.recording = self._record(work)
             capture.watches = model_watches(self.model)
             capture.watches += data_watches(data, read) if self.buckets is None else []
             capture.watches += optimizer_watches(self.optimizer) if kind == "step" else []
