@@ -2,8 +2,8 @@
 // eps) * weight + bias, and 0 in rows of padding, which have no gradient either. Constant: STORAGE, of x.
 //
 // A warp has neighbouring columns, and the rows of a column are dealt out to the SLOTS warps of all gridDim.y blocks in
-// turn. The first kernel of each direction writes what each block has found of a column, the second joins that in a fixed
-// order, so that results are the same in every run.
+// turn. The first kernel of each direction writes what each block has found of a column, the second joins that in a
+// fixed order, so that results are the same in every run.
 #include "include/number.cuh"
 
 #define COLUMNS 32
@@ -28,13 +28,6 @@ __device__ __forceinline__ void store(storage_t* address, float value) {
 __device__ __forceinline__ i64 column_of_thread() { return (i64)blockIdx.x * COLUMNS + threadIdx.x % COLUMNS; }
 __device__ __forceinline__ i64 slot_of_thread() { return (i64)blockIdx.y * SLOTS + threadIdx.x / COLUMNS; }
 __device__ __forceinline__ i64 all_slots() { return (i64)gridDim.y * SLOTS; }
-__device__ __forceinline__ i64 rows_of_slot(i64 slot, i64 n) { return slot < n ? (n - 1 - slot) / all_slots() + 1 : 0; }
-
-__device__ __forceinline__ i64 rows_of_block(i64 block, i64 n) {
-    i64 rows = 0;
-    for (int slot = 0; slot < SLOTS; ++slot) rows += rows_of_slot(block * SLOTS + slot, n);
-    return rows;
-}
 
 // Mean of some numbers and the sum of the squares of their deviations from it.
 struct Moments {
@@ -80,7 +73,9 @@ struct Sums {
         pair[channels] = second;
     }
 
-    static __device__ __forceinline__ Sums of(const float* pair, i64 channels, float) { return {pair[0], pair[channels]}; }
+    static __device__ __forceinline__ Sums of(const float* pair, i64 channels, float) {
+        return {pair[0], pair[channels]};
+    }
 };
 
 // Joins what the warps of a block have of the same columns; the first warp, and with EACH each one, gets the result.
@@ -100,10 +95,14 @@ __device__ __forceinline__ T over_block(const T& own) {
 // Joins what all blocks have written of a column.
 template <class T>
 __device__ __forceinline__ T over_blocks(const float* pairs, i64 channels, i64 n) {
-    const i64 column = column_of_thread();
+    const i64 column = column_of_thread(), rounds = n / all_slots();
+    // Of the last round, some blocks have rows of all their warps, one of a few, and the others none.
+    const int rest = (int)(n - rounds * all_slots());
     T own = {};
-    for (i64 block = threadIdx.x / COLUMNS; column < channels && block < gridDim.y; block += SLOTS) {
-        own.join(T::of(pairs + 2 * block * channels + column, channels, (float)rows_of_block(block, n)));
+    for (int block = threadIdx.x / COLUMNS; column < channels && block < gridDim.y; block += SLOTS) {
+        const int last = rest - block * SLOTS;
+        const float number = (float)rounds * SLOTS + (float)(last < 0 ? 0 : last > SLOTS ? SLOTS : last);
+        own.join(T::of(pairs + 2 * (i64)block * channels + column, channels, number));
     }
     return over_block<T, true>(own);
 }
@@ -111,7 +110,9 @@ __device__ __forceinline__ T over_blocks(const float* pairs, i64 channels, i64 n
 extern "C" __global__ void masked_norm_moments(const storage_t* x, const i64* count, i64 channels, float* pairs) {
     const i64 column = column_of_thread(), n = *count;
     Moments own = {};
-    for (i64 row = slot_of_thread(); column < channels && row < n; row += all_slots()) own.take(load(x + row * channels + column));
+    for (i64 row = slot_of_thread(); column < channels && row < n; row += all_slots()) {
+        own.take(load(x + row * channels + column));
+    }
     const Moments all = over_block<Moments, false>(own);
     if (threadIdx.x < COLUMNS && column < channels) all.put(pairs + 2 * blockIdx.y * channels + column, channels);
 }
