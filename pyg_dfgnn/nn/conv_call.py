@@ -54,6 +54,15 @@ class ConvCall(NamedTuple):
         return ConvCall(**{**self._asdict(), **fields})
 
 
+def id_reasons(edge_index: Tensor) -> list[str]:
+    """Return what is wrong with a tensor of ids as `edge_index`, which PyG's errors do not tell in every layer."""
+    is_pair = edge_index.dim() == 2 and edge_index.size(0) == 2 and edge_index.dtype in (torch.int64, torch.int32)
+    if is_pair or edge_index.layout is not torch.strided:
+        return []
+    passed = f"{edge_index.dtype}, {list(edge_index.shape)}"
+    return [f"edge_index is no int64 or int32 tensor of shape [2, E] ({passed})"]
+
+
 def form_of(edge_index: Any) -> str:
     """Return one of `FORMS`, or the name of a type that no conv takes."""
     if isinstance(edge_index, Tensor):

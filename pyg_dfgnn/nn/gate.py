@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from operator import attrgetter, itemgetter
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor
@@ -124,7 +124,7 @@ def lacks_kernels(x: Tensor) -> bool:
     return current().fallback != "error"
 
 
-def edges_lack_kernels(edge_index: Any) -> bool:
+def edges_lack_kernels(edge_index: Any) -> TypeGuard[Tensor]:
     """Return whether edges in a tensor are on a device without kernels, so that nothing else has to be asked."""
     return type(edge_index) is Tensor and not torch.compiler.is_compiling() and lacks_kernels(edge_index)
 
@@ -307,8 +307,7 @@ def edge_reasons(edge_index: Any, form: str, flow: str, device: torch.device) ->
         return reasons
     if form in ("tensor", "EdgeIndex"):
         if edge_index.dtype not in (torch.int64, torch.int32) or edge_index.dim() != 2 or edge_index.size(0) != 2:
-            passed = f"{edge_index.dtype}, {list(edge_index.shape)}"
-            reasons.append(f"edge_index is no int64 or int32 tensor of shape [2, E] ({passed})")
+            reasons += conv_call.id_reasons(edge_index)
         return reasons
     if flow != "source_to_target":
         reasons.append("flow='target_to_source' with a sparse adjacency")
@@ -456,7 +455,7 @@ class FusedConv(Scripted, MessagePassing):
             return ConvCall([*reasons, NO_MATRIX], (), edge_index, form)
         assert x is not None
         if is_plain and not compiling and lacks_kernels(x):
-            return ConvCall([NO_DEVICE], (), edge_index, form)
+            return ConvCall([NO_DEVICE, *conv_call.id_reasons(edge_index)], (), edge_index, form)
         against = [*reasons, *module_reasons(self, compiling)]
         if form == "PartitionedGraph":
             raise TypeError(f"'edge_index' needs a model that pyg_dfgnn.distributed.wrap has returned (got a {form})")

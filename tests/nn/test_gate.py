@@ -239,6 +239,19 @@ def test_that_tensors_are_on_a_cpu_is_said_once(x, caplog):
         assert [record.getMessage() for record in caplog.records] == [ON_CPU]
 
 
+@pytest.mark.usefixtures("forget_logged")
+@pytest.mark.parametrize("name", NAMES)
+def test_wrong_edges_on_a_cpu_are_named(name, x, caplog):
+    """PyG's errors do not always tell which argument is wrong; aggregations without a norm have PyG's that do."""
+    wrong = {"float": EDGES.float(), "transposed": EDGES.t().contiguous(), "row": EDGES[0]}
+    for edges in wrong.values():
+        caplog.clear()
+        with pytest.raises((ValueError, RuntimeError)) as caught:
+            make(name)(x, edges)
+        told = f"edge_index is no int64 or int32 tensor of shape [2, E] ({edges.dtype}, {list(edges.shape)})"
+        assert told in caplog.text or "Expected 'edge_index' to " in str(caught.value)
+
+
 class OwnMessage(ours.GATConv):
     def message(self, x_j: Tensor, alpha: Tensor) -> Tensor:
         return 2 * alpha.unsqueeze(-1) * x_j

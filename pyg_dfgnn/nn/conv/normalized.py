@@ -92,7 +92,7 @@ class NormalizedConv(AggregationConv):
             report_fallback(type(self).__name__, why)
             return ConvCall((), (), edge_index, _BY_OPERATORS, edge_weight)
         if edges_lack_kernels(edge_index):
-            return ConvCall([NO_DEVICE], (), edge_index, "tensor")
+            return ConvCall([NO_DEVICE, *conv_call.id_reasons(edge_index)], (), edge_index, "tensor")
         against, loops = list(reasons), self.normalize and self.add_self_loops
         form = conv_call.form_of(edge_index)
         if isinstance(x, Tensor) and x.dim() != 2:

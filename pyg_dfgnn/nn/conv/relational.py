@@ -177,7 +177,10 @@ class RelationalConv(FusedConv):
         if is_pygs or self._is_compiled(edge_index):
             return ConvCall(FEW, (), edge_index, "tensor", edge_type=edge_type)
         if edges_lack_kernels(edge_index):
-            return ConvCall([NO_DEVICE], (), edge_index, "tensor", edge_type=edge_type)
+            wrong = conv_call.id_reasons(edge_index)
+            if typed and edge_type is None and edge_index.layout is torch.strided:
+                wrong.append("edge_type is missing")
+            return ConvCall([NO_DEVICE, *wrong], (), edge_index, "tensor", edge_type=edge_type)
         against = [*reasons, *self._parameter_reasons(nodes[0], weight)]
         form = conv_call.form_of(edge_index)
         if form in conv_call.FORMS and form not in self._forms:
