@@ -178,6 +178,20 @@ def as_integer(name: str, value: Any) -> int:
         raise TypeError(f"'{name}' needs an integer (got {_given(value)})") from None
 
 
+def as_device(name: str, value: Any) -> torch.device:
+    """Return the device that an argument names.
+
+    Raises:
+        ValueError: PyTorch has no such device.
+    """
+    import torch
+
+    try:
+        return torch.device(value)
+    except (RuntimeError, TypeError):
+        raise ValueError(f"'{name}' needs a device, such as 'cuda' or 'cuda:1' (got {value!r})") from None
+
+
 def check_range(name: str, value: Any, low: float | None = None, high: float | None = None) -> None:
     """Check `low <= value <= high`; a bound that is None is open.
 

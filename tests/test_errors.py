@@ -8,6 +8,7 @@ import torch
 
 from pyg_dfgnn.errors import (
     UnsupportedError,
+    as_device,
     as_integer,
     check_bool,
     check_choice,
@@ -46,6 +47,13 @@ def test_device():
     check_device("x", torch.zeros(1), torch.device("cpu"))
     got = message(ValueError, check_device, "x", torch.zeros(1, device="meta"), torch.device("cpu"))
     assert got == "'x' needs device cpu (got meta)"
+
+
+def test_as_device():
+    assert as_device("device", "cuda:1") == torch.device("cuda", 1)
+    for value in ("gpu", ["cuda"]):
+        want = f"'device' needs a device, such as 'cuda' or 'cuda:1' (got {value!r})"
+        assert message(ValueError, as_device, "device", value) == want
 
 
 def test_choice():

@@ -12,6 +12,7 @@ from torch.nn.utils.parametrize import is_parametrized
 from torch_geometric.nn import MessagePassing
 from torch_geometric.nn.to_hetero_module import ToHeteroLinear
 
+from pyg_dfgnn.errors import as_device
 from pyg_dfgnn.fallback import inform
 from pyg_dfgnn.graph.ends import PartitionedEdges
 from pyg_dfgnn.nn.captured_forward import ON_PART
@@ -277,9 +278,10 @@ def describe_plan(
 
     Raises:
         TypeError: `model` is not a module.
+        ValueError: `device` is none that PyTorch knows.
     """
     model = _checked(model)
-    device = None if device is None else torch.device(device)
+    device = None if device is None else as_device("device", device)
     rows = {row.name: (module, row) for module, row in _rows(model)}
     if "" in rows:
         return _describe(*rows[""], device, *args, **kwargs)

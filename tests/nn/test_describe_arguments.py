@@ -107,6 +107,11 @@ def test_a_missing_argument_is_named():
         pyg_dfgnn.describe_plan(ours.GCNConv(FEATURES, 4), x=X)
 
 
+def test_a_wrong_device_is_named():
+    with pytest.raises(ValueError, match=r"'device' needs a device, such as 'cuda' or 'cuda:1' \(got 'gpu'\)"):
+        pyg_dfgnn.describe_plan(ours.GCNConv(FEATURES, 4), X, EDGES, device="gpu")
+
+
 class Model(torch.nn.Module):
     def __init__(self):
         super().__init__()
