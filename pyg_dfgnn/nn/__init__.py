@@ -1,5 +1,8 @@
 """Drop-ins for layers of `torch_geometric.nn`: same names, arguments, parameters, results."""
 
+from typing import TYPE_CHECKING, Any
+
+import torch_geometric.nn as _pyg
 from torch_geometric.nn import Linear
 
 from pyg_dfgnn.nn.accelerate import accelerate, describe_plan, report, restore
@@ -110,3 +113,18 @@ __all__ = [
     "restore",
     "stats",
 ]
+
+if not TYPE_CHECKING:
+
+    def __getattr__(name: str) -> Any:
+        """Say of a name that only PyG has where it is.
+
+        Raises:
+            AttributeError: This package has no such name.
+        """
+        text = f"module {__name__!r} has no attribute {name!r}"
+        if not name.startswith("_") and hasattr(_pyg, name):
+            text += f"; torch_geometric.nn.{name} has no drop-in"
+            if isinstance(getattr(_pyg, name), type) and issubclass(getattr(_pyg, name), _pyg.MessagePassing):
+                text += ", and pyg_dfgnn.accelerate(model) compiles it"
+        raise AttributeError(text, name=name)

@@ -34,6 +34,21 @@ OPTIONS = [
 ]
 
 
+@pytest.mark.parametrize(
+    "name,hint",
+    [
+        ("EdgeConv", "; torch_geometric.nn.EdgeConv has no drop-in, and pyg_dfgnn.accelerate(model) compiles it"),
+        ("knn_graph", "; torch_geometric.nn.knn_graph has no drop-in"),
+        ("EdgConv", ""),
+    ],
+)
+def test_a_layer_without_drop_in_is_named(name, hint):
+    assert not hasattr(ours, name)
+    with pytest.raises(AttributeError) as caught:
+        getattr(ours, name)
+    assert str(caught.value) == f"module 'pyg_dfgnn.nn' has no attribute {name!r}{hint}"
+
+
 @pytest.mark.parametrize("name,args,kwargs", OPTIONS)
 def test_same_class_surface(name, args, kwargs):
     convs = []
