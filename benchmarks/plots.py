@@ -184,6 +184,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("csv", type=Path, help="of an experiment")
     parser.add_argument("--baseline", default="pyg", help="implementation or schedule (default: %(default)s)")
     options = parser.parse_args(arguments)
+    if not options.csv.is_file():
+        parser.error(f"'csv' needs a file that is there (got {options.csv})")
     path = draw(Table.read(options.csv), options.baseline, options.csv.with_suffix(".png"))
     if path is None:
         parser.error(f"{options.csv} has no time beside one of --baseline={options.baseline}")

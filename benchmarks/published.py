@@ -7,6 +7,7 @@ number of ours between the lines ``<!-- published: NAME -->`` and ``<!-- end -->
 from __future__ import annotations
 
 import re
+from argparse import ArgumentParser
 from collections import Counter
 from collections.abc import Callable
 from functools import partial
@@ -280,6 +281,7 @@ def draw(path: Path) -> None:
 
 def main() -> None:
     """Write the documents that differ from the results, and the figure."""
+    ArgumentParser(prog="python -m benchmarks.published", description=main.__doc__).parse_args()
     for path in documents():
         text = path.read_text()
         if renewed(text) != text:

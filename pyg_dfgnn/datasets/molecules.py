@@ -176,7 +176,7 @@ def _read(
     if folder is None:
         if source == "auto":
             told = raw.name, raw.files[0], ", ".join(raw.places), _GENERATED[raw.name]
-            log.warning("%s: no %s in %s: %d molecules are generated", *told)
+            log.warning("%s: no %s in %s of a data folder: %d molecules are generated, with made-up values", *told)
         return make(), True
     file = folder / raw.files[0]
     with raw.reading(file), np.load(file) as stored:

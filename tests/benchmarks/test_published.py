@@ -69,3 +69,12 @@ def test_layers_with_the_same_bits_share_a_row(proofs):
         f"| gpu | default | A, B (PyG's code) | {equal} | not run |",
         f"| gpu | default | C | {equal} | float32 not run, bfloat16 differs |",
     ]
+
+
+@pytest.mark.parametrize("word, status", [("--help", 0), ("everything", 2)])
+def test_words_write_nothing(word, status, monkeypatch):
+    monkeypatch.setattr("sys.argv", ["published", word])
+    monkeypatch.setattr(published, "documents", lambda: pytest.fail("documents were read"))
+    with pytest.raises(SystemExit) as ended:
+        published.main()
+    assert ended.value.code == status

@@ -386,6 +386,9 @@ def test_the_figure_follows_from_a_file_alone(tmp_path, capsys):
     with pytest.raises(SystemExit):
         plots.main([str(path), "--baseline", "flex"])
     assert "has no time beside one of --baseline=flex" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        plots.main([str(tmp_path / "none.csv")])
+    assert f"'csv' needs a file that is there (got {tmp_path / 'none.csv'})" in capsys.readouterr().err
 
 
 def test_sizes_of_one_graph_stand_side_by_side():

@@ -133,7 +133,7 @@ def test_missing_files_are_generated_or_asked_for(tmp_path, caplog):
             make(source="file", search=[tmp_path])
         task = make(search=[tmp_path], num_graphs=30)
         assert task.name.endswith("(generated)") and task.synthetic == "molecules and targets"
-        assert f"no {file} in molecules" in caplog.text and "molecules are generated" in caplog.text
+        assert f"no {file} in molecules of a data folder" in caplog.text and "molecules are generated" in caplog.text
         again = make(source="generated", num_graphs=30)
         for first, second in zip(all_graphs(task), all_graphs(again), strict=True):
             assert torch.equal(first.x, second.x) and torch.equal(first.edge_attr, second.edge_attr)

@@ -1,6 +1,6 @@
 """Write docs/message_passing_coverage.md: what becomes of each class of `torch_geometric.nn.conv`.
 
-Run it from the root of the repository: python -m tests.nn.message_coverage
+Run it from the root of the repository: python -m tests.nn.message_coverage. It needs torch_sparse.
 """
 
 import warnings
@@ -10,6 +10,7 @@ import torch
 import torch_geometric.nn.conv as pyg
 from torch_geometric.nn import MessagePassing
 
+from pyg_dfgnn.errors import end_without_extra
 from pyg_dfgnn.ir import D, E, One, R, S, U, V
 from pyg_dfgnn.ir.program import Program
 from pyg_dfgnn.nn import DROP_INS, messages
@@ -90,6 +91,7 @@ def page(rows: list[str]) -> str:
 
 
 if __name__ == "__main__":
+    end_without_extra("torch_sparse", "layers that take a SparseTensor", "sparse")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         PAGE.write_text(page([row(name) for name in NAMES]))

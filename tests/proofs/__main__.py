@@ -15,8 +15,12 @@ PROOFS = ("faults", "sanitizer", "determinism", "soak")
 
 
 def main(arguments: list[str]) -> int:
+    if arguments[:1] in (["--help"], ["-h"]):
+        print(__doc__)
+        return 0
     if not arguments or arguments[0] not in PROOFS:
-        print(__doc__, file=sys.stderr)
+        given = f" (got {arguments[0]!r})" if arguments else ""
+        print(f"{__doc__}\nthe proof needs one of {', '.join(PROOFS)}{given}", file=sys.stderr)
         return 2
     return import_module(f"tests.proofs.{arguments[0]}").main(arguments[1:])
 

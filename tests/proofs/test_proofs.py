@@ -14,6 +14,8 @@ def test_commands_are_listed(capsys):
     assert command.main([]) == command.main(["everything"]) == 2
     listed = capsys.readouterr().err
     assert all(f"tests.proofs {name} " in listed for name in command.PROOFS)
+    assert "needs one of faults, sanitizer, determinism, soak (got 'everything')" in listed
+    assert command.main(["--help"]) == 0 and "tests.proofs soak" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
