@@ -228,8 +228,13 @@ def need_extra(module: str, what: str, extra: str) -> None:
     except ModuleNotFoundError as error:
         # The module may be there, and a package that it imports may not.
         missing = (error.name or module).partition(".")[0]
-        hint = f'pip install ".[{extra}]" in a clone of pyg_dfgnn'
-        raise ModuleNotFoundError(f"{what} need {missing}: {hint}", name=missing) from error
+        raise ModuleNotFoundError(f"{what} need {missing}: {how_to_install(extra)}", name=missing) from error
+
+
+def how_to_install(extra: str) -> str:
+    """Return the command that installs an extra of this package; the builds of `sparse` import torch."""
+    option = "--no-build-isolation " if extra == "sparse" else ""
+    return f'pip install {option}".[{extra}]" in a clone of pyg_dfgnn'
 
 
 def end_without_extra(module: str, what: str, extra: str) -> None:

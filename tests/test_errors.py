@@ -126,6 +126,11 @@ def test_missing_package_names_the_extra():
         need_extra("nothing_like_it.part", "pictures", "data")
 
 
+def test_missing_package_that_is_built_with_torch_sees_torch():
+    with pytest.raises(ModuleNotFoundError, match=r'nothing_like_it: pip install --no-build-isolation "\.\[sparse'):
+        need_extra("nothing_like_it", "samples", "sparse")
+
+
 def test_missing_package_of_a_package_is_named(tmp_path, monkeypatch):
     (tmp_path / "is_there.py").write_text("import nothing_like_it.part\n")
     monkeypatch.syspath_prepend(tmp_path)

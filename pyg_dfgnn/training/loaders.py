@@ -17,7 +17,7 @@ from torch_geometric.loader import DataLoader, NeighborLoader
 
 from pyg_dfgnn.datasets import Task
 from pyg_dfgnn.distributed import Group, SharedBatches, edges_of, empty_graph, own_share, shared_loader
-from pyg_dfgnn.errors import check_integer
+from pyg_dfgnn.errors import check_integer, how_to_install
 from pyg_dfgnn.graph import DeviceDataset
 from pyg_dfgnn.training.metrics import IGNORED
 
@@ -243,7 +243,8 @@ def check_sampling() -> None:
         ValueError: It has none.
     """
     if not (torch_geometric.typing.WITH_PYG_LIB or torch_geometric.typing.WITH_TORCH_SPARSE):
-        raise ValueError("'sampler' needs pyg-lib or torch-sparse for PyG's NeighborLoader (neither is installed)")
+        what = "'trainer.sampler' needs pyg-lib or torch_sparse for PyG's NeighborLoader (neither is installed)"
+        raise ValueError(f"{what}: {how_to_install('sparse')}")
 
 
 def sampled(

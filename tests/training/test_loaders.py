@@ -66,7 +66,7 @@ def test_sampling_needs_a_library(monkeypatch):
     data.train_mask = torch.ones(12, dtype=torch.bool)
     for name in ("WITH_PYG_LIB", "WITH_TORCH_SPARSE"):
         monkeypatch.setattr(torch_geometric.typing, name, False)
-    with pytest.raises(ValueError, match="'sampler' needs pyg-lib or torch-sparse"):
+    with pytest.raises(ValueError, match="'trainer.sampler' needs pyg-lib or torch_sparse"):
         sampled(data, CPU, {"num_neighbors": [2], "batch_size": 4}, torch.Generator(), Group())
 
 

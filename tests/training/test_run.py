@@ -472,7 +472,7 @@ def test_wrong_configs(run, overrides, error, message):
         (
             "trainer.sampler={num_neighbors: [2], batch_size: 4}",
             ValueError,
-            "'trainer.sampler' needs pyg-lib or torch-sparse",
+            "'trainer.sampler' needs pyg-lib or torch_sparse",
         ),
         ("+backend.settings.schedule=rows", ValueError, r"'backend.settings.schedule' needs one of .* \(got 'rows'\)"),
         ("+backend.settings.foo=1", ValueError, r"'backend.settings' needs .* schedule, .*, profile \(got foo\)"),
