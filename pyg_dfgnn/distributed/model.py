@@ -17,6 +17,7 @@ from pyg_dfgnn.distributed.group import Group
 from pyg_dfgnn.distributed.hetero import exchange_all
 from pyg_dfgnn.distributed.norm import SyncBatchNorm
 from pyg_dfgnn.distributed.partition import PartitionedGraph
+from pyg_dfgnn.errors import check_type
 from pyg_dfgnn.graph.ends import PartitionedEdges
 from pyg_dfgnn.torch_private import BatchNormBase, OptimizedModule
 
@@ -68,9 +69,11 @@ def wrap(model: nn.Module, group: Group, stream: torch.cuda.Stream | None = None
         where nothing is trained.
 
     Raises:
-        TypeError: The model has another batch norm than BatchNorm1d, or has a module that reduces over all nodes or
-            edges and a conv of it is called with a partitioned graph.
+        TypeError: `model` is no module or `group` no Group; or the model has another batch norm than BatchNorm1d, or a
+            module that reduces over all nodes or edges, and a conv of it is called with a partitioned graph.
     """
+    check_type("model", model, nn.Module, "a torch.nn.Module")
+    check_type("group", group, Group, "a Group, such as Group.of_environment()")
     if _opened not in model._forward_pre_hooks.values():
         model.register_forward_pre_hook(_opened, with_kwargs=True)
     whole = [module for module in model.modules() if _reads_whole_graph(module)]

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch_geometric.data import Batch, Data
 from torch_geometric.data.collate import collate
 
-from pyg_dfgnn.errors import check_dtype, check_range
+from pyg_dfgnn.errors import as_device, check_dtype, check_range
 from pyg_dfgnn.graph.adjacency import INT32_MAX, push
 from pyg_dfgnn.graph.build import check_edges
 
@@ -25,12 +25,13 @@ class DeviceDataset:
         device: Where they are kept.
 
     Raises:
-        ValueError: There is no graph, int32 cannot count the nodes or edges of all, or an attribute is of another kind.
+        ValueError: There is no graph, PyTorch has no such device, int32 cannot count the nodes or edges of all, or an
+            attribute is of another kind.
     """
 
     def __init__(self, graphs: Sequence[Data], device: torch.device | str = "cpu") -> None:
         check_range("len(graphs)", len(graphs), 1)
-        self.device = torch.device(device)
+        self.device = as_device("device", device)
         stored, slices, _ = collate(Data, list(graphs), increment=False, add_batch=False)
         self.nodes = torch.tensor([graph.num_nodes for graph in graphs])
         self.edges = torch.tensor([graph.num_edges for graph in graphs])

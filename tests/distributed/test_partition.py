@@ -356,6 +356,13 @@ def test_wrong_features():
         part.exchange(torch.zeros(3, 1))
 
 
+def test_wrong_arguments_of_wrap():
+    with pytest.raises(TypeError, match=r"'model' needs a torch.nn.Module \(got None\)"):
+        wrap(None, Group())
+    with pytest.raises(TypeError, match=r"'group' needs a Group, such as Group.of_environment\(\) \(got None\)"):
+        wrap(GATConv(1, 1), None)
+
+
 def test_a_conv_alone_takes_no_part():
     edge_index = torch.tensor([[0], [1]])
     with pytest.raises(TypeError, match=r"'edge_index' needs a model that pyg_dfgnn.distributed.wrap has returned"):

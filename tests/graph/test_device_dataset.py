@@ -38,6 +38,8 @@ def test_what_cannot_be_gathered():
         DeviceDataset(many)
     with pytest.raises(ValueError, match=r"'len\(graphs\)' needs a value >= 1 \(got 0\)"):
         DeviceDataset([])
+    with pytest.raises(ValueError, match=r"'device' needs a device, such as 'cuda' or 'cuda:1' \(got 'gpu'\)"):
+        DeviceDataset(members(), "gpu")
 
 
 @pytest.mark.parametrize("name", ["root_index", "sub_batch", "face"])

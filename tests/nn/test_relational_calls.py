@@ -138,6 +138,16 @@ def test_graphs_go_with_their_edges(name):
         gc.enable()
 
 
+@pytest.mark.usefixtures("forget_logged")
+@pytest.mark.parametrize("relations", [None, torch.zeros(30), torch.zeros(30, 1, dtype=torch.int64)])
+def test_wrong_relations_on_a_cpu_are_named(relations, caplog):
+    """PyG fails by an assertion without a text, or by an error of an operator."""
+    with pytest.raises((AssertionError, RuntimeError, ValueError)):
+        ours.RGCNConv(8, 4, 3)(torch.randn(10, 8), torch.randint(10, (2, 30)), relations)
+    wrong = "is missing" if relations is None else "is no int64 or int32 vector"
+    assert f"edge_type {wrong}" in caplog.text
+
+
 REASONS = {
     "no relations": ("RGCNConv", {}, lambda x, e, t: (x, e), "edge_type is missing"),
     "float relations": ("RGCNConv", {}, lambda x, e, t: (x, e, t.float()), "edge_type is no int64 or int32 vector"),

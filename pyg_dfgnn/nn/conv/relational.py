@@ -46,6 +46,15 @@ def are_few_pairs(relations: int, nodes: int, edges: int, width: int, most: int)
     return pairs <= _PAIRS_PER_EDGE * edges and (pairs + 2 * edges) * width < most
 
 
+def _type_reasons(edge_type: Tensor | None) -> list[str]:
+    """Return what is wrong with the relations of edges, one integer for each."""
+    if edge_type is None:
+        return ["edge_type is missing"]
+    if edge_type.dtype in (torch.int64, torch.int32) and edge_type.dim() == 1:
+        return []
+    return [f"edge_type is no int64 or int32 vector ({edge_type.dtype}, {list(edge_type.shape)})"]
+
+
 class RelationalConv(FusedConv):
     """A drop-in conv on a program of :mod:`pyg_dfgnn.ir.layers`.
 
@@ -178,8 +187,8 @@ class RelationalConv(FusedConv):
             return ConvCall(FEW, (), edge_index, "tensor", edge_type=edge_type)
         if edges_lack_kernels(edge_index):
             wrong = conv_call.id_reasons(edge_index)
-            if typed and edge_type is None and edge_index.layout is torch.strided:
-                wrong.append("edge_type is missing")
+            if typed and edge_index.layout is torch.strided:
+                wrong += _type_reasons(edge_type)
             return ConvCall([NO_DEVICE, *wrong], (), edge_index, "tensor", edge_type=edge_type)
         against = [*reasons, *self._parameter_reasons(nodes[0], weight)]
         form = conv_call.form_of(edge_index)
@@ -190,10 +199,9 @@ class RelationalConv(FusedConv):
         elif self._are_values_types and is_matrix(form) and edge_type is None:
             edge_type = values_of(edge_index)
         if edge_type is not None:
-            if edge_type.dtype not in (torch.int64, torch.int32) or edge_type.dim() != 1:
-                against.append(f"edge_type is no int64 or int32 vector ({edge_type.dtype}, {list(edge_type.shape)})")
+            against += _type_reasons(edge_type)
         elif typed and (form != "Graph" or edge_index.relation is None):
-            against.append("edge_type is missing")
+            against += _type_reasons(None)
         if form == "Graph" and edge_index.is_static:
             against.append("a RefilledGraph has no relations")
         call = self._gate((), nodes, edge_index, reasons=against, **options)
