@@ -29,9 +29,7 @@ codes: list[int] = []
 def main(config: DictConfig) -> None:
     """Measure as configured."""
     values: Any = OmegaConf.to_container(config, resolve=True, throw_on_missing=True)
-    if values.get("profile"):
-        from benchmarks.loops.profile import run
-    elif "loops" in values:
+    if "loops" in values:
         from benchmarks.loops.run import run
     else:
         from benchmarks.run import run

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 import pyg_dfgnn
-from benchmarks.loops import profile, run
+from benchmarks.loops import run
 from benchmarks.loops.cases import LOOPS
 from benchmarks.loops.data import PRODUCTS, sample
 from benchmarks.loops.run import BASELINE, Batches
@@ -20,13 +20,12 @@ from tests.emu import needs_compiler
 from tests.kernels.emulated import emulated_device
 
 
-def bench(tmp_path, *overrides, device="cpu", command=run.run):
-    """Run a command of the bench on miniature graphs; return the exit code and the rows."""
+def bench(tmp_path, *overrides, device="cpu"):
+    """Measure on miniature graphs; return the exit code and the rows."""
     quick = ("experiment=loops", f"device={device}", "small=true", "seconds=0", "block=1", f"folder={tmp_path}")
     with local_settings(fallback="silent"):
-        code = command(composed(*quick, *overrides))
-    path = tmp_path / "loops.csv"
-    return code, Table.read(path) if path.exists() else []
+        code = run.run(composed(*quick, *overrides))
+    return code, Table(tmp_path / "loops.csv", run.FIELDS).rows()
 
 
 @pytest.fixture(autouse=True)
@@ -131,21 +130,9 @@ def test_the_summary_names_what_is_slower():
     assert text.count("\nslower: ") == 1 and "no compiler" in text
 
 
-def test_a_profile_names_functions_and_counts(tmp_path, capsys):
-    bench(tmp_path, "loops=[small]", "models=[gin]", command=profile.run)
-    text = capsys.readouterr().out
-    assert "small gin cora ours" in text and "nn/gate.py" in text and "aten ops" in text
-
-
 @pytest.mark.cuda
 def test_every_implementation_runs_on_a_gpu(tmp_path):
     chosen = ("loops=[molecules,small]", "models=[gin]", f"implementations=[{','.join(BASELINE)}]", "block=4")
     _, rows = bench(tmp_path, *chosen, device="cuda")
     assert {row["status"] for row in rows} == {"ok"} and {row["implementation"] for row in rows} == set(BASELINE)
     assert all(float(row["peak_mb"]) > 0 for row in rows if row["implementation"] != "ours_captured")
-
-
-@pytest.mark.cuda
-def test_a_profile_counts_launches(tmp_path, capsys):
-    bench(tmp_path, "loops=[host]", "models=[gat]", "sizes=[new]", device="cuda", command=profile.run)
-    assert "launches" in capsys.readouterr().out
