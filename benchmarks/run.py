@@ -9,8 +9,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property, partial
+from itertools import product
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -64,20 +65,20 @@ KEY = ("graph", "op", "size", "dtype", "implementation", "schedule", "direction"
 
 @dataclass(frozen=True)
 class Job:
-    """One implementation under one schedule on one case, in the directions that are still missing."""
+    """One direction of one implementation under one schedule on one case."""
 
     graph: str
     case: Case
     dtype: str
     implementation: str
     schedule: str
-    directions: tuple[str, ...]
+    direction: str
 
     @property
     def columns(self) -> dict[str, str]:
         """The columns that name it."""
-        names = {"graph": self.graph, "op": self.case.op, "layer": self.case.layer, "size": self.case.size}
-        return names | {"dtype": self.dtype, "implementation": self.implementation, "schedule": self.schedule}
+        names = {name: getattr(self, name) for name in ("graph", "dtype", "implementation", "schedule", "direction")}
+        return {**names, "op": self.case.op, "layer": self.case.layer, "size": self.case.size}
 
 
 class Experiment(SimpleNamespace):
@@ -122,9 +123,9 @@ class Experiment(SimpleNamespace):
                         if implementation is None or dtype not in implementation.dtypes:
                             continue
                         is_ours = name == "fused"
-                        directions = tuple(d for d in self.directions if is_ours or d in ("fwd", "fwd+bwd"))
-                        for schedule in self.schedules if is_ours else ("",):
-                            yield Job(graph, case, dtype, name, schedule, directions)
+                        for schedule, direction in product(self.schedules if is_ours else ("",), self.directions):
+                            if is_ours or direction != "bwd":
+                                yield Job(graph, case, dtype, name, schedule, direction)
 
     def missing(self, graph: str, rows: Rows, environment: Mapping[str, str]) -> list[Job]:
         """The jobs whose rows are not there yet; rows of other sources do not count for what runs on our kernels."""
@@ -133,15 +134,12 @@ class Experiment(SimpleNamespace):
             for row in rows
             if row["implementation"] not in OURS or row["digest"] == environment["digest"]
         }
-        jobs = []
-        for job in self.jobs(graph):
-            if self.is_isolated(job) and not self.isolated["limit_s"]:
-                continue
-            row = {**job.columns, **environment}
-            keys = {d: tuple({**row, "direction": d}[name] for name in KEY) for d in job.directions}
-            directions = tuple(direction for direction, key in keys.items() if key not in done)
-            jobs += [replace(job, directions=directions)] if directions else []
-        return jobs
+        return [
+            job
+            for job in self.jobs(graph)
+            if tuple({**job.columns, **environment}[name] for name in KEY) not in done
+            and (self.isolated["limit_s"] or not self.is_isolated(job))
+        ]
 
     def is_isolated(self, job: Job) -> bool:
         """Whether a job runs in a process of its own."""
@@ -172,7 +170,7 @@ def graph_columns(graph: EdgeList) -> dict[str, Any]:
 
 
 class Measurement:
-    """All rows of one job on its problem: correctness first, then times in the given states of the cache."""
+    """The rows of one job on its problem: correctness first, then times in the given states of the cache."""
 
     def __init__(self, job: Job, problem: Problem, timer: Timer, states: Sequence[str]) -> None:
         graph = problem.graph
@@ -181,15 +179,13 @@ class Measurement:
         self.implementation: Implementation = implementation
         self.is_fused = job.implementation == "fused"
         self.dtype = DTYPES[job.dtype]
-        self.bound = max(self.case.bound(job.dtype), self.implementation.error_bound)
-        self.base: dict[str, Any] = {**job.columns, **graph_columns(graph), "bound": self.bound}
+        bound = max(self.case.bound(job.dtype), self.implementation.error_bound)
+        self.base: dict[str, Any] = {**job.columns, **graph_columns(graph), "bound": bound}
         is_small = self.case.compulsory_bytes(graph, "fwd", 4) < FLUSHED_BELOW_BYTES
         self.states = [state for state in states if state == "warm" or is_small]
 
     def rows(self) -> Iterator[dict[str, Any]]:
-        """One row per direction and state, or per direction the reason why there is none."""
-        forward_only = [d for d in self.job.directions if d == "fwd"]
-        training = [d for d in self.job.directions if d != "fwd"]
+        """One row per state, or the reason why there is none."""
         with in_force(self.job.schedule or "auto", self.job.dtype):
             unbounded: list[str] = []
             if self.is_fused:
@@ -197,48 +193,37 @@ class Measurement:
                 self.base["ran"] = " ".join(f"{name}={schedule}" for name, schedule in plan.items()) or "reference"
                 unbounded = self.case.unbounded_reasons(self.job.dtype, self.graph.device)
             if reasons := [*unbounded, *self.implementation.reasons(self.case, self.graph)]:
-                yield from self._without_times(self.job.directions, "not run: " + "; ".join(reasons))
+                yield {**self.base, "status": "not run: " + "; ".join(reasons)}
                 return
-            for directions in filter(None, (forward_only, training)):
-                try:
-                    yield from self._measure(directions, directions is training)
-                except (RuntimeError, ValueError) as error:
-                    yield from self._without_times(directions, reason(error))
-                if self.graph.num_edges * self.case.width > RELEASED_ELEMENTS:
-                    self.timer.release()
+            try:
+                yield from self._measure()
+            except (RuntimeError, ValueError) as error:
+                yield {**self.base, "status": reason(error)}
+            if self.graph.num_edges * self.case.width > RELEASED_ELEMENTS:
+                self.timer.release()
 
-    def _without_times(self, directions: Sequence[str], status: str) -> Iterator[dict[str, Any]]:
-        yield from ({**self.base, "direction": direction, "status": status} for direction in directions)
-
-    def _measure(self, directions: Sequence[str], training: bool) -> Iterator[dict[str, Any]]:
-        inputs, grad_out, self.expected = self.problem.reference
-        self.leaves = {name: tensor.to(self.dtype, copy=True).requires_grad_() for name, tensor in inputs.items()}
-        self.grad_out = grad_out.to(self.dtype)
-        forward = self.implementation.prepare(self.case, self.graph, self.leaves)
-        leaves = list(self.leaves.values())
-        with nullcontext() if training else torch.no_grad():
-            base = {**self.base, **self._gate(forward(), training)}
-            if base["status"] != "ok":
-                yield from ({**base, "direction": direction} for direction in directions)
+    def _measure(self) -> Iterator[dict[str, Any]]:
+        inputs, grad_out, expected = self.problem.reference
+        leaves = {name: tensor.to(self.dtype, copy=True).requires_grad_() for name, tensor in inputs.items()}
+        parameters, grad_out = list(leaves.values()), grad_out.to(self.dtype)
+        forward = self.implementation.prepare(self.case, self.graph, leaves)
+        with torch.no_grad() if self.job.direction == "fwd" else nullcontext():
+            out = forward()
+            actual = forward_backward(out, leaves, grad_out) if out.requires_grad else {"out": out}
+            expected = {name: expected[name] for name in actual}
+            worst, error = self.case.errors(self.graph, actual, expected, grad_out).worst
+            base = {**self.base, "status": "ok", "worst": worst, "error": f"{error:.2e}"}
+            if not error <= self.base["bound"]:
+                yield {**base, "status": "WRONG"}
                 return
-            calls: dict[str, TimedCall] = {
-                "fwd": forward,
-                "fwd+bwd": lambda: torch.autograd.grad(forward(), leaves, self.grad_out),
-            }
-            for direction in directions:
-                row = {**base, "direction": direction}
-                if direction in calls:
-                    yield from self._times(calls[direction], row)
-                else:
-                    backward = partial(torch.autograd.grad, forward(), leaves, self.grad_out, retain_graph=True)
-                    yield self._timed({**row, "state": "warm"}, self.timer.time(backward))
-
-    def _gate(self, out: Tensor, training: bool) -> dict[str, Any]:
-        """Return the comparison with float64: status, the worst tensor, its error."""
-        actual = forward_backward(out, self.leaves, self.grad_out) if training else {"out": out}
-        expected = self.expected if training else {"out": self.expected["out"]}
-        name, error = self.case.errors(self.graph, actual, expected, self.grad_out).worst
-        return {"status": "ok" if error <= self.bound else "WRONG", "worst": name, "error": f"{error:.2e}"}
+            del out, actual
+            if self.job.direction == "fwd":
+                yield from self._times(forward, base)
+            elif self.job.direction == "fwd+bwd":
+                yield from self._times(lambda: torch.autograd.grad(forward(), parameters, grad_out), base)
+            else:
+                backward = partial(torch.autograd.grad, forward(), parameters, grad_out, retain_graph=True)
+                yield self._timed({**base, "state": "warm"}, self.timer.time(backward))
 
     def _times(self, call: TimedCall, base: dict[str, Any]) -> Iterator[dict[str, Any]]:
         peak_mb, host_us = self.timer.peak_mb(call), self.timer.host_us(call)
@@ -350,8 +335,7 @@ def _fill(experiment: Experiment, table: Table) -> bool:
             if progress.is_over():
                 return False
             if experiment.is_isolated(job):
-                for direction in job.directions:
-                    append(_isolated(experiment, replace(job, directions=(direction,)), graph))
+                append(_isolated(experiment, job, graph))
                 continue
             if problem is None or (problem.case, problem.dtype) != (job.case, job.dtype):
                 problem = Problem(job.case, graph, job.dtype)
@@ -362,8 +346,8 @@ def _fill(experiment: Experiment, table: Table) -> bool:
 
 
 def _isolated(experiment: Experiment, job: Job, graph: EdgeList) -> list[Row]:
-    """Return the rows of a job of one direction from a process of its own, or the reason why there are none."""
+    """Return the rows of a job from a process of its own, or the reason why there are none."""
     try:
         return list(results(rows_of_job, (experiment, job), experiment.isolated["limit_s"]))
     except EndedError as ended:
-        return [{**job.columns, **graph_columns(graph), "direction": job.directions[0], "status": str(ended)}]
+        return [{**job.columns, **graph_columns(graph), "status": str(ended)}]

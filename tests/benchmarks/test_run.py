@@ -49,7 +49,7 @@ def test_experiments_compose(name):
     experiment = run.Experiment.of(composed(f"experiment={name}"))
     assert experiment.name == name
     jobs = [job for graph in experiment.graphs for job in experiment.jobs(graph)]
-    assert jobs and all(job.directions for job in jobs)
+    assert jobs
 
 
 @pytest.mark.parametrize(
@@ -95,7 +95,9 @@ def test_the_results_page_lists_every_experiment():
 
 def test_fused_runs_under_each_schedule_and_baselines_once():
     experiment = run.Experiment.of(
-        composed("experiment=fig9", "schedules=[auto,row_split]", "dtypes=[float32,bfloat16]", NO_COMPILE)
+        composed(
+            "experiment=fig9", "schedules=[auto,row_split]", "dtypes=[float32,bfloat16]", "directions=[fwd]", NO_COMPILE
+        )
     )
     jobs = [(job.implementation, job.schedule, job.dtype) for job in experiment.jobs("pattern_like")]
     assert jobs[:4] == [
