@@ -292,7 +292,7 @@ def run(config: Mapping[str, Any]) -> int:
         table.keep(rows)
         if not on_gpu:
             print(ON_A_CPU)
-        print(tables.summary(rows, experiment.baseline, speedups=on_gpu))
+        print(tables.summary(rows, experiment.baseline if on_gpu else ""))
         if on_gpu:
             drawn = plots.draw(rows, experiment.baseline, path.with_suffix(".png"))
             print(drawn or "nothing was timed, so no figure is drawn")

@@ -74,39 +74,30 @@ def times_faster(rows: Rows, baseline: str) -> dict[tuple[str, str, str, str], d
     return factors
 
 
-def times_table(rows: Rows, state: str = "warm") -> str:
-    """Median milliseconds: one line per layer, size, direction and implementation that ran, one column per graph."""
+def times_table(rows: Rows, state: str, baseline: str) -> str:
+    """Median milliseconds by graph, where they are warm with the times faster than the baseline, '' for none.
+
+    What was run on no graph has no line.
+    """
     shown = [row for row in latest(rows, NAMES) if row["state"] in (state, "") and row["op"] != "graph"]
+    factors = times_faster(rows, baseline) if baseline and state == "warm" else {}
     graphs = in_order(row["graph"] for row in shown)
     lines: dict[tuple[str, ...], dict[str, Row]] = {}
     for row in shown:
-        lines.setdefault((row["layer"], row["size"], row["direction"], label(row)), {})[row["graph"]] = row
+        lines.setdefault((*place_of(row)[:3], label(row)), {})[row["graph"]] = row
+
+    def cell(row: Row | None) -> str:
+        if row is None or row["status"] != "ok":
+            return "" if row is None else str(row["status"]).split(":")[0]
+        factor = factors.get(place_of(row), {}).get(label(row))
+        return f"{milliseconds(row):.4g}" + (f" ({factor:.2f}x)" if factor else "")
+
     body = [
-        [*key, *(_cell(line.get(graph)) for graph in graphs)]
+        [*key, *(cell(line.get(graph)) for graph in graphs)]
         for key, line in sorted(lines.items())
         if not all(row["status"].startswith("not run") for row in line.values())
     ]
     return markdown(["layer", "size", "direction", "implementation", *graphs], body)
-
-
-def _cell(row: Row | None) -> str:
-    if row is None:
-        return ""
-    return f"{milliseconds(row):.4g}" if row["status"] == "ok" else str(row["status"]).split(":")[0]
-
-
-def speedup_table(rows: Rows, baseline: str) -> str:
-    """Times faster than the baseline, with the schedules that ran and the share of the bandwidth that is in use."""
-    factors = times_faster(rows, baseline)
-    by_label = {(place_of(row), label(row)): row for row in timed(rows)}
-    body = []
-    for place in sorted(factors, key=lambda place: (place[:3], in_order(key[3] for key in factors).index(place[3]))):
-        for name, factor in factors[place].items():
-            row = by_label[place, name]
-            share = f"{100 * float(row['utilisation']):.1f} %" if row["utilisation"] else ""
-            body.append([*place, name, row["ran"], f"{milliseconds(row):.4g}", f"{factor:.2f}x", share])
-    header = ["layer", "size", "direction", "graph", "implementation", "ran", "ms", f"over {baseline}"]
-    return markdown([*header, "of the bandwidth"], body)
 
 
 def means_table(rows: Rows, baseline: str) -> str:
@@ -184,12 +175,14 @@ def line(row: Row) -> str:
     return f"{what} {how}: {row['state']} {row['median_ms']} ms, {', '.join(extra)}"
 
 
-def summary(rows: Rows, baseline: str, speedups: bool) -> str:
-    """Return all tables of the rows of an experiment; those that compare with the baseline only with ``speedups``."""
-    states = {row["state"] for row in rows}
-    parts = [(f"{title}, median ms", times_table(rows, state)) for state, title in STATES.items() if state in states]
-    if speedups:
-        parts.append((f"Times faster than {TITLES.get(baseline, baseline)}", speedup_table(rows, baseline)))
+def summary(rows: Rows, baseline: str) -> str:
+    """Return all tables of the rows of an experiment; with '' as the baseline those that compare with none."""
+    states, beside = {row["state"] for row in rows}, TITLES.get(baseline, baseline)
+    titles = {state: f"{title}, median ms" for state, title in STATES.items() if state in states}
+    if baseline and "warm" in titles:
+        titles["warm"] += f" (times faster than {beside})"
+    parts = [(title, times_table(rows, state, baseline)) for state, title in titles.items()]
+    if baseline:
         parts.append(("Geometric means over the data sets of DF-GNN's Table 1", means_table(rows, baseline)))
         parts.append(("Other packages, as measured once", peers_table(rows)))
     parts.append(("Not timed", not_timed(rows)))
