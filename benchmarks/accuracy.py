@@ -8,13 +8,13 @@ results (`table.md`, from `published.csv`) and a figure (`curves.png`) from them
 from __future__ import annotations
 
 import argparse
-import csv
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 from benchmarks.plots import save_figure
+from benchmarks.results import Table
 from pyg_dfgnn.training.report import write_rows
 from pyg_dfgnn.training.sweep import (
     Curves,
@@ -31,12 +31,8 @@ from pyg_dfgnn.training.sweep import (
 
 PUBLISHED_KEY = ("experiment", "task", "model", "metric")
 """Columns in which a run agrees with the published result that it is compared with."""
-PUBLISHED_FIELDS = (*PUBLISHED_KEY, "mean", "std", "source")
 CURVE_FIELDS = ("run", "epoch", "val_accuracy")
 _NUMBERS: dict[str, Callable[[str], Any]] = {"seed": int, "test_accuracy": float, "epochs": int, "train_time_s": float}
-_ROW_FIELDS = ("run", "overrides", "task", "model", "metric", "convs", "device", *_NUMBERS)
-
-Published = Mapping[tuple[str, ...], Mapping[str, str]]
 
 
 def add(folder: Path, rows: list[Row], curves: Curves) -> tuple[list[Row], Curves]:
@@ -49,48 +45,33 @@ def add(folder: Path, rows: list[Row], curves: Curves) -> tuple[list[Row], Curve
 
     Raises:
         FileNotFoundError: There are neither new runs nor earlier ones.
-        ValueError: A file lacks a column, or a new run is named as an earlier one of another setting or seed.
+        ValueError: A new run is named as an earlier one of another setting or seed.
     """
-    runs_file, curves_file = folder / "runs.csv", folder / "curves.csv"
-    earlier: list[Row] = _records(runs_file, _ROW_FIELDS, more=True) if runs_file.exists() else []
+    new = {(setting(row), row["seed"]) for row in rows}
+    earlier: list[Row] = []
+    for row in _read(folder / "runs.csv"):
+        row |= {name: kind(row[name]) for name, kind in _NUMBERS.items()}
+        earlier += [] if (setting(row), row["seed"]) in new else [row]
     if not rows and not earlier:
         raise FileNotFoundError(f"'results' needs a folder with runs.csv where no sweeps are given (got {folder})")
-    for row in earlier:
-        row.update({name: kind(row[name]) for name, kind in _NUMBERS.items()})
-    new = {(setting(row), row["seed"]) for row in rows}
-    earlier = [row for row in earlier if (setting(row), row["seed"]) not in new]
     # A curve is found by the name of its run.
     names = {row["run"] for row in earlier}
     if twice := sorted({row["run"] for row in rows} & names):
         raise ValueError(f"'sweeps' need other names than earlier runs of other settings or seeds (got {twice})")
     kept: Curves = {}
-    for point in _records(curves_file, CURVE_FIELDS) if curves_file.exists() else []:
+    for point in _read(folder / "curves.csv"):
         if point["run"] in names:
             kept.setdefault(point["run"], {})[int(point["epoch"])] = float(point["val_accuracy"])
     return [*earlier, *rows], {**kept, **curves}
 
 
-def _records(path: Path, fields: Sequence[str], more: bool = False) -> list[dict[str, Any]]:
-    """Read the rows of a CSV with exactly these columns, or with `more` of them."""
-    with open(path, newline="") as stream:
-        reader = csv.DictReader(stream)
-        columns = tuple(reader.fieldnames or ())
-        if not (set(fields) <= set(columns) if more else columns == tuple(fields)):
-            raise ValueError(f"'{path.name}' needs the columns {', '.join(fields)} (got {reader.fieldnames})")
-        return list(reader)
+def _read(path: Path) -> list[dict[str, Any]]:
+    return [*Table.read(path)] if path.exists() else []
 
 
-def read_published(path: Path) -> Published:
-    """Read published results in percent by `PUBLISHED_KEY`, from a CSV with the columns `PUBLISHED_FIELDS`.
-
-    Raises:
-        ValueError: The file has other columns.
-    """
-    return {tuple(row[name] for name in PUBLISHED_KEY): row for row in _records(path, PUBLISHED_FIELDS)}
-
-
-def beside_published(groups: Groups, published: Published) -> str:
-    """Return the table of the settings, each with its published result and the source of that."""
+def beside_published(groups: Groups, path: Path) -> str:
+    """Return the table of the settings, each with its published result in a CSV and the source of that."""
+    published = {tuple(row[name] for name in PUBLISHED_KEY): row for row in _read(path)}
     rows = []
     for row in table(groups):
         known = published.get(tuple(row[name] for name in PUBLISHED_KEY))
@@ -115,11 +96,11 @@ def main(words: Sequence[str] | None = None) -> None:
     chosen = parser.parse_args(words)
     folder, new = chosen.results, collect(*chosen.sweeps)
     rows, curves = add(folder, new, read_curves(new))
-    groups, published = by_seed(rows), folder / "published.csv"
+    groups = by_seed(rows)
     write_rows(folder / "runs.csv", dict.fromkeys(name for row in rows for name in row), rows)
     points = ((run, *point) for run, curve in curves.items() for point in curve.items())
     write_rows(folder / "curves.csv", CURVE_FIELDS, (dict(zip(CURVE_FIELDS, point)) for point in points))
-    (folder / "table.md").write_text(beside_published(groups, read_published(published) if published.exists() else {}))
+    (folder / "table.md").write_text(beside_published(groups, folder / "published.csv"))
     # Earlier results may have no curves, and a curve alone compares nothing.
     if shown := compared(groups, curves):
         save_figure(figure(shown, curves), folder / "curves.png")

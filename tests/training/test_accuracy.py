@@ -7,6 +7,7 @@ import shutil
 import pytest
 
 from benchmarks import accuracy
+from benchmarks.results import Table
 from pyg_dfgnn.paths import configs_dir
 from pyg_dfgnn.training import sweep
 
@@ -39,7 +40,7 @@ def results(folder, tmp_path):
 def test_published_results_belong_to_an_experiment(folder, overrides, experiment, changes, published):
     (first, *_) = sweep.collect(folder)
     groups = sweep.by_seed([{**first, "overrides": " ".join(overrides)}])
-    line = accuracy.beside_published(groups, accuracy.read_published(PUBLISHED)).splitlines()[2]
+    line = accuracy.beside_published(groups, PUBLISHED).splitlines()[2]
     assert f"| {experiment} | torch_geometric.nn | cpu | {changes} | 1 | 83.00 | 3 | 2 | {published} |" in line
 
 
@@ -99,13 +100,6 @@ def test_a_curve_alone_is_not_drawn(results, folder):
     assert accuracy.compared(groups, of_one) == {}
 
 
-@pytest.mark.parametrize("name", ["runs.csv", "curves.csv"])
-def test_earlier_results_of_another_form(results, name):
-    (results / name).write_text("run,b\n")
-    with pytest.raises(ValueError, match=rf"'{name}' needs the columns run, .* \(got \['run', 'b'\]\)"):
-        accuracy.add(results, [], {})
-
-
 def test_the_committed_table_is_of_the_committed_rows(tmp_path):
     results = tmp_path / "accuracy"
     shutil.copytree(RESULTS, results)
@@ -115,18 +109,10 @@ def test_the_committed_table_is_of_the_committed_rows(tmp_path):
 
 
 def test_published_results_name_their_sources():
-    published = accuracy.read_published(PUBLISHED)
-    assert published["gat_cora", "Cora", "GAT", "accuracy"]["mean"] == "83.0"
+    published = Table.read(PUBLISHED)
     experiments = {path.stem for path in (configs_dir() / "experiment").glob("*.yaml")}
-    assert {key[0] for key in published} <= experiments
-    assert all(float(row["std"]) > 0 and re.search(r"20[12]\d", row["source"]) for row in published.values())
-
-
-def test_published_results_of_another_form(tmp_path):
-    for name, columns in (("more.csv", [*accuracy.PUBLISHED_FIELDS, "b"]), ("other.csv", ["a", "b"])):
-        (tmp_path / name).write_text(",".join(columns) + "\n")
-        with pytest.raises(ValueError, match=f"'{name}' needs the columns experiment, .*'b'"):
-            accuracy.read_published(tmp_path / name)
+    assert {row["experiment"] for row in published} <= experiments
+    assert all(float(row["std"]) > 0 and re.search(r"20[12]\d", row["source"]) for row in published)
 
 
 def test_nothing_to_collect(tmp_path):
