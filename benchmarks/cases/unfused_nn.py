@@ -1,15 +1,13 @@
 """PyG's attention convs on the unfused sequence: SDDMM, row softmax, SpMM (cuSPARSE on a GPU), one head at a time.
 
 A namespace for models, `convs: benchmarks.cases.unfused_nn`: parameters, initialisation and everything around attention
-are PyG's. Edges are a tensor [2, E] between nodes of one kind; attention dropout and edge features raise
-:class:`~pyg_dfgnn.errors.UnsupportedError`.
+are PyG's. Edges are a tensor [2, E] between nodes of one kind, without features and attention dropout.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
-import torch
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 from torch_geometric.nn import Linear, conv
@@ -17,7 +15,6 @@ from torch_geometric.utils import add_self_loops, remove_self_loops
 
 from benchmarks.cases.attention import unfused_attention
 from benchmarks.cases.sparse import Sparse
-from pyg_dfgnn.errors import UnsupportedError
 
 _compressed: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 
@@ -40,24 +37,11 @@ def compress(edge_index: Tensor, num_nodes: int, self_loops: bool = False) -> Sp
     return kept[key]
 
 
-def _refuse(module: torch.nn.Module, edge_attr: Tensor | None = None) -> None:
-    reasons = [] if edge_attr is None else ["edge_attr"]
-    if module.training and getattr(module, "dropout", 0.0) > 0:
-        # As the models of `configs/model` name it.
-        name = "attention_dropout" if isinstance(module, conv.TransformerConv) else "dropout"
-        reasons.append(f"attention dropout (set model.{name}=0)")
-    if getattr(module, "flow", "source_to_target") != "source_to_target":
-        reasons.append("flow='target_to_source'")
-    if reasons:
-        raise UnsupportedError(reasons, "the unfused sequence")
-
-
 class TransformerConv(conv.TransformerConv):
     """PyG's `TransformerConv` with unfused attention."""
 
     def propagate(self, edge_index: Tensor, size: Any = None, **tensors: Any) -> Tensor:
         query, key, value = (tensors[name] for name in ("query", "key", "value"))
-        _refuse(self, tensors["edge_attr"])
         return unfused_attention(compress(edge_index, query.size(0)), "dot", (query, key, value))
 
 
@@ -70,7 +54,6 @@ class GATConv(conv.GATConv):
         self.self_loops = add_self_loops
 
     def edge_updater(self, edge_index: Tensor, size: Any = None, **tensors: Any) -> tuple[Tensor, Tensor]:
-        _refuse(self, tensors["edge_attr"])
         return tensors["alpha"]
 
     def propagate(self, edge_index: Tensor, size: Any = None, **tensors: Any) -> Tensor:
@@ -88,7 +71,6 @@ class AGNNConv(conv.AGNNConv):
 
     def forward(self, x: Tensor, edge_index: Any) -> Tensor:
         """Cosine attention of `x [N, F]` over `edge_index [2, E]`; the sequence normalises `x` itself."""
-        _refuse(self)
         sparse = compress(edge_index, x.size(0), self.self_loops)
         return unfused_attention(sparse, "cosine", (x[:, None],), self.beta)[:, 0]
 

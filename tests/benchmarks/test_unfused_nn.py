@@ -1,4 +1,4 @@
-"""The unfused convs against PyG's: parameters, results, gradients; and what they refuse."""
+"""The unfused convs against PyG's: parameters, results, gradients."""
 
 import gc
 
@@ -8,7 +8,6 @@ import torch_geometric.nn as pyg
 from torch_geometric.utils import coalesce
 
 from benchmarks.cases import unfused_nn
-from pyg_dfgnn.errors import UnsupportedError
 
 CONVS = {
     "gt": lambda convs: convs.TransformerConv(12, 8),
@@ -66,17 +65,3 @@ def test_edges_are_compressed_once():
     del edge_index, sparse
     gc.collect()
     assert len(unfused_nn._compressed) == before - 1
-
-
-@pytest.mark.parametrize(
-    ("conv", "arguments", "reason"),
-    [
-        (unfused_nn.GATConv(4, 4, dropout=0.5), (), "attention dropout"),
-        (unfused_nn.TransformerConv(4, 4, edge_dim=2), (torch.ones(3, 2),), "edge_attr"),
-        (unfused_nn.AGNNConv(flow="target_to_source"), (), "flow='target_to_source'"),
-    ],
-    ids=["dropout", "edge_attr", "flow"],
-)
-def test_refuses(conv, arguments, reason):
-    with pytest.raises(UnsupportedError, match=f"the unfused sequence cannot run here: {reason}"):
-        conv(torch.ones(3, 4), torch.tensor([[0, 1, 2], [1, 2, 0]]), *arguments)

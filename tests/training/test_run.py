@@ -15,7 +15,6 @@ from matplotlib.figure import Figure
 from omegaconf import OmegaConf
 
 from pyg_dfgnn.datasets.files import SEARCH
-from pyg_dfgnn.errors import UnsupportedError
 from pyg_dfgnn.training import checkpoint, report
 from pyg_dfgnn.training import step as step_module
 from pyg_dfgnn.training import trainer as trainer_module
@@ -433,11 +432,6 @@ def test_cora_needs_no_more_than_its_name(tmp_path):
             ["backend=auto", "backend.settings.fallback=no"],
             ValueError,
             r"'backend.settings.fallback' needs one of 'log', 'error'",
-        ),
-        (
-            ["backend.convs=benchmarks.cases.unfused_nn", "model=gat"],
-            UnsupportedError,
-            r"attention dropout \(set model.dropout=0\)",
         ),
     ],
     ids=lambda value: value[-1] if isinstance(value, list) else "",
