@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, fields, replace
 from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -413,6 +414,23 @@ def _tensors(x: Tensor | dict[str, Tensor]) -> list[Tensor]:
     return list(x.values()) if isinstance(x, dict) else [x]
 
 
+def _rates(
+    check: str, name: str, quantity: str, mode: str, measure: Callable[[Group], float], group: Group
+) -> list[Result]:
+    """Measure a number per second of process 0 alone and of all, and the speed-up, which on GPUs has to be good."""
+    rates = []
+    for party in [Group(device=group.device), group] if group.is_main else [group]:
+        if party is group:
+            group.barrier()
+        torch.manual_seed(0)
+        rates.append(measure(party))
+    if not group.is_main:
+        return []
+    results = [Result(check, name, size, quantity + mode, rate) for size, rate in zip((1, group.size), rates)]
+    needed = EFFICIENCY * group.size if group.device.type == "cuda" else None
+    return [*results, Result(check, name, group.size, "speed-up" + mode, rates[1] / rates[0], needed)]
+
+
 def throughput(group: Group, small: bool) -> list[Result]:
     """Graphs per second of training steps on one batch of PATTERN graphs, resident on the GPUs."""
     num_graphs = 4 * group.size if small else 2048
@@ -421,29 +439,18 @@ def throughput(group: Group, small: bool) -> list[Result]:
         "GT, 10 blocks": lambda: models.GraphTransformer(3, 2, convs, layers=1 if small else 10),
     }
     graphs = pattern(num_graphs, 1, 1, max_size=8 if small else 34).splits["train"]
-    for graph in graphs:
-        # In place of encodings, which take long to make.
-        graph.pe = torch.randn(graph.x.size(0), 2)
-    parties = [Group(device=group.device), group] if group.is_main else [group]
-    batches = [_share(graphs, party) for party in parties]
+
+    def measure(name: str, captured: bool, party: Group) -> float:
+        model, batch = makers[name]().to(party.device), _share(graphs, party)
+        if "blocks" in name:
+            # In place of encodings, which take long to make.
+            batch.pe = torch.randn(batch.num_nodes, 2, device=party.device)
+        step = _make_step(model, batch, party, captured=captured)
+        return 1e3 * num_graphs / group_time_ms(partial(step, batch), party, small)
+
     results = []
-    for name, make in makers.items():
-        for mode in modes(group):
-            rates = []
-            for party, batch in zip(parties, batches):
-                if party is group:
-                    group.barrier()
-                torch.manual_seed(0)
-                inputs = copy.copy(batch)
-                if "attention" in name:
-                    del inputs.pe
-                step = _make_step(make().to(group.device), inputs, party, captured=bool(mode))
-                rates.append(1e3 * num_graphs / group_time_ms(partial(step, inputs), party, small))
-            if group.is_main:
-                for size, rate in zip((1, group.size), rates):
-                    results.append(Result("throughput", name, size, f"graphs per second{mode}", rate))
-                needed = EFFICIENCY * group.size if group.device.type == "cuda" else None
-                results.append(Result("throughput", name, group.size, f"speed-up{mode}", rates[1] / rates[0], needed))
+    for name, mode in product(makers, modes(group)):
+        results += _rates("throughput", name, "graphs per second", mode, partial(measure, name, bool(mode)), group)
     return results
 
 
@@ -456,19 +463,14 @@ BATCHES = {
 
 def own_batches(group: Group, small: bool) -> list[Result]:
     """Steps on batches of each process's own: batches per second of all processes beside one."""
-    results = []
     cases = {f"{case.loop} {case.model} {case.size}": case for loop in LOOPS.values() for case in loop(small)}
+
+    def measure(name: str, party: Group) -> float:
+        return 1e3 * party.size / group_time_ms(_BatchStep(cases[name], party), party, small, calls=60)
+
+    results = []
     for name in BATCHES[small]:
-        rates = []
-        for party in [Group(device=group.device), group] if group.is_main else [group]:
-            if party is group:
-                group.barrier()
-            rates.append(1e3 * party.size / group_time_ms(_BatchStep(cases[name], party), party, small, calls=60))
-        if group.is_main:
-            for size, rate in zip((1, group.size), rates):
-                results.append(Result("own batches", name, size, "batches per second", rate))
-            needed = EFFICIENCY * group.size if group.device.type == "cuda" else None
-            results.append(Result("own batches", name, group.size, "speed-up", rates[1] / rates[0], needed))
+        results += _rates("own batches", name, "batches per second", "", partial(measure, name), group)
     return results
 
 
@@ -476,7 +478,6 @@ class _BatchStep:
     """Steps of Adam on this process's batches of a case, a fresh copy for each step."""
 
     def __init__(self, case: LoopCase, group: Group) -> None:
-        torch.manual_seed(0)
         batches = [batch.clone().to(group.device) for batch in case.source().batches]
         self.case, self.batches, self.count = case, batches[group.rank :: group.size], 0
         model = pyg_dfgnn.accelerate(case.make(batches[0]).to(group.device))
@@ -523,30 +524,21 @@ def group_time_ms(call: Callable[[], Any], group: Group, small: bool, calls: int
     return max(group.counts(round(1e9 * (time.perf_counter() - start)))) / 1e6 / calls
 
 
-def _write(path: Path, results: list[Result]) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    columns = [*(field.name for field in fields(Result)), "verdict", "digest"]
-    digest = source_digest((*MEASURED_ROOMS, "nn", "distributed"))
-    write_rows(path, columns, ({**asdict(result), "verdict": result.verdict, "digest": digest} for result in results))
-
-
-CHECKS = {
-    check.__name__: check
-    for check in (same_hetero, same_partitioned, large, own_batches, throughput, same_losses, beyond)
-}
+CHECKS = (same_hetero, same_partitioned, large, own_batches, throughput, same_losses, beyond)
 
 
 def main(arguments: list[str] | None = None) -> bool:
-    """Run the chosen checks; process 0 prints a table and writes a CSV. Returns whether everything was as needed."""
+    """Run the checks; process 0 prints a table and writes a CSV. Returns whether everything was as needed."""
     parser = argparse.ArgumentParser(description="Check and time training on several GPUs.")
     parser.add_argument("--csv", default="outputs/multi_gpu.csv", help="file to write (default: %(default)s)")
     parser.add_argument("--device", default="auto", help="auto, cpu or cuda (default: %(default)s)")
     parser.add_argument("--small", action="store_true", help="miniature graphs, to try it on a CPU")
-    parser.add_argument("--checks", nargs="+", choices=CHECKS, default=list(CHECKS), help="default: all")
     chosen = parser.parse_args(arguments)
-    group = Group.of_environment(chosen.device)
+    path, group = Path(chosen.csv), Group.of_environment(chosen.device)
+    columns = [*(field.name for field in fields(Result)), "verdict", "digest"]
+    digest = source_digest((*MEASURED_ROOMS, "nn", "distributed"))
     results: list[Result] = []
-    for check in map(CHECKS.__getitem__, chosen.checks):
+    for check in CHECKS:
         start = time.perf_counter()
         measured = check(group, chosen.small)
         if group.is_main:
@@ -558,9 +550,10 @@ def main(arguments: list[str] | None = None) -> bool:
                     f"{result.value:12.4g}  {needed:16}{result.verdict}"
                 )
             print(f"{check.__name__}: {time.perf_counter() - start:.1f} s", flush=True)
-            _write(Path(chosen.csv), results)
+            path.parent.mkdir(parents=True, exist_ok=True)
+            write_rows(path, columns, ({**asdict(each), "verdict": each.verdict, "digest": digest} for each in results))
     if group.is_main:
-        print(chosen.csv)
+        print(path)
     failed = sum(result.verdict == "FAILED" for result in results)
     return sum(group.counts(failed)) == 0
 
