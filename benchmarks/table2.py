@@ -73,10 +73,8 @@ CELL = ("model", "dataset", "backend")
 MEASURED_ROOMS = (*LAYER_ROOMS, "nn", "models", "training")
 """Rooms whose text decides what a step of ours takes."""
 
-HEADER = [
-    "data", "backend", "transfer", *SUMMED, "sum", "optimizer", "step", "peak, GB", "sum, times faster",
-    "step, times faster", "loss", "gradient",
-]  # fmt: skip
+PRINTED = ("transfer", *SUMMED, "sum", "optimizer")
+"""Phases in the table, in milliseconds."""
 BASELINE = "pyg"
 
 OmegaConf.register_new_resolver("training_configs", configs_dir, replace=True)
@@ -115,7 +113,7 @@ class Options(SimpleNamespace):
             check_range(name, config[name], 1)
         check_range("warm_up", pace.warm_up, 1)
         check_range("steps", pace.steps, pace.warm_up + 1)
-        check_range("rounds", pace.rounds, 0)
+        check_range("rounds", pace.rounds, 1)
         folder = Path(config["folder"] or default_folder("table2", device))
         return Options(**{**config, "model_name": model_name, "pace": pace, "device": device, "folder": folder})
 
@@ -297,28 +295,21 @@ def times_table(rows: Sequence[Row]) -> str:
     forward (with the loss) and backward; `step` is the wall time of one step among many, with transfer and optimizer.
     """
     by_sum, by_step = faster(rows, "sum_ms"), faster(rows, "wall_ms")
+    header = ["data", "backend", *PRINTED, "step", "peak, GB", "sum, times faster", "step, times faster"]
     datasets = list(dict.fromkeys(row["dataset"] for row in rows))
     lines = []
     for row in sorted(rows, key=lambda row: datasets.index(row["dataset"])):
         key = row["dataset"], row["backend"]
         if row["status"] != "ok":
-            lines.append([*key, row["status"], *[""] * (len(HEADER) - 3)])
+            lines.append([*key, row["status"], *[""] * (len(header) - 3)])
             continue
-        once = " once" if str(row["once"]) == "True" else ""
-        ms = {phase: _number(row[f"{phase}_ms"]) for phase in (*PHASES, "sum")}
+        ms = {phase: f"{float(row[f'{phase}_ms'] or 'nan'):.3g}" for phase in PRINTED}
+        if str(row["once"]) == "True":
+            ms |= {phase: f"{ms[phase]} once" for phase in PRINTED[:2]}
         peak_gb = f"{float(row['peak_mb']) / 1e3:.2f}" if row["peak_mb"] else ""
         factors = (f"{by[key]:.2f}x" if key in by else "" for by in (by_sum, by_step))
-        before = [ms["transfer"] + once, ms["preprocess"] + once]
-        phases = [ms[phase] for phase in ("forward", "backward", "sum", "optimizer")]
-        loss, gradient, update = (row[name] for name in STEP_BY_STEP)
-        stepped = (f"; step by step {loss}", f"; step by step {gradient}, update {update}") if loss else ("", "")
-        differences = [row["loss_difference"] + stepped[0], row["gradient_difference"] + stepped[1]]
-        lines.append([*key, *before, *phases, _number(row["wall_ms"]), peak_gb, *factors, *differences])
-    return markdown(HEADER, lines)
-
-
-def _number(value: str) -> str:
-    return f"{float(value):.3g}" if value else ""
+        lines.append([*key, *ms.values(), f"{float(row['wall_ms']):.3g}", peak_gb, *factors])
+    return markdown(header, lines)
 
 
 @hydra.main(version_base="1.3", config_path=str(CONFIGS), config_name="table2")

@@ -251,7 +251,7 @@ def measure(
             return {**columns, "status": f"WRONG: {what} from {name}", "reference": name}, own
         columns["status"] = "ok"
 
-        if reference is not None and task.full_graph and pace.rounds:
+        if reference is not None and task.full_graph:
             other = reference.backend
             with pyg_dfgnn.local_settings(**other.settings):
                 others = _Turns(other, options, source, reference.state)

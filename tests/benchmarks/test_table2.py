@@ -172,13 +172,11 @@ def drifted(monkeypatch):
 
 
 @pytest.mark.usefixtures("drifted")
-def test_losses_that_drift_apart_are_compared_step_by_step(table, capsys):
+def test_losses_that_drift_apart_are_compared_step_by_step(table):
     code, rows = table("backends=[pyg,unfused]")
     assert code == 0 and rows[1]["status"] == "ok" and rows[1]["loss_difference"] == "1.00e+00"
     loss, gradient, update = (rows[1][name] for name in STEP_BY_STEP)
     assert max(float(loss), float(gradient)) < 1e-5 and float(update) < 1e-4
-    stepped = f"| 1.00e+00; step by step {loss} | 0.00e+00; step by step {gradient}, update {update} |"
-    assert stepped in capsys.readouterr().out
     assert not any(rows[0][name] for name in STEP_BY_STEP)
 
 
