@@ -517,11 +517,7 @@ def group_time_ms(call: Callable[[], Any], group: Group, small: bool, calls: int
         call()
     timer.synchronize()
     group.barrier()
-    start = time.perf_counter()
-    for _ in range(calls):
-        call()
-    timer.synchronize()
-    return max(group.counts(round(1e9 * (time.perf_counter() - start)))) / 1e6 / calls
+    return max(group.counts(round(1e6 * timer.wall_ms(call, calls)))) / 1e6
 
 
 CHECKS = (same_hetero, same_partitioned, large, own_batches, throughput, same_losses, beyond)

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass
 from functools import partial
+from itertools import count
 from typing import Any
 
 import torch
@@ -269,14 +270,10 @@ def measure(
         for phase, timing in timings.items():
             columns |= timing.columns(f"{phase}_ms", f"{phase}_iqr_ms")
 
-        count = int(1e3 * pace.wall_s / timings["step"].median_ms)
-        count = min(max(count, MIN_WALL_STEPS), MAX_WALL_STEPS)
-
-        def steps() -> None:
-            for index in range(count):
-                turns(index)
-
-        columns |= {"n": str(timings["step"].n), "wall_ms": f"{timer.wall_ms(steps) / count:.5g}"}
+        steps = int(1e3 * pace.wall_s / timings["step"].median_ms)
+        steps, indices = min(max(steps, MIN_WALL_STEPS), MAX_WALL_STEPS), count()
+        wall_ms = timer.wall_ms(lambda: turns(next(indices)), steps)
+        columns |= {"n": str(timings["step"].n), "wall_ms": f"{wall_ms:.5g}"}
         columns |= {"first_step_s": f"{first_step_s:.3f}", "peak_mb": peak_mb}
         columns["reference"] = "" if reference is None else reference.backend.name
     return columns, own

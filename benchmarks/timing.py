@@ -155,13 +155,14 @@ class Timer:
         self.synchronize()
         return median(samples)
 
-    def wall_ms(self, call: TimedCall) -> float:
-        """Wall time of one call to its end on the device."""
+    def wall_ms(self, call: TimedCall, count: int = 1) -> float:
+        """Wall time per call of calls in a row, to their end on the device."""
         self.synchronize()
         started = time.perf_counter()
-        call()
+        for _ in range(count):
+            call()
         self.synchronize()
-        return 1e3 * (time.perf_counter() - started)
+        return 1e3 * (time.perf_counter() - started) / count
 
     def peak_mb(self, call: TimedCall) -> float | None:
         """Memory of the device in MB that ``call`` reaches above what was allocated before; None without a GPU."""
