@@ -28,7 +28,6 @@ from pyg_dfgnn.reference.problems import OWN_TARGETS, draw_grad_out, draw_inputs
 from pyg_dfgnn.reference.zoo import EdgeList
 
 LAYERS = {"dot": "GT", "cosine": "AGNN", "add": "GAT", "gatv2": "GATv2"}
-SCORES = tuple(LAYERS)
 NEGATIVE_SLOPE = 0.2
 """The slope of the leaky scores: the default of PyG, of the operators and of the reference."""
 

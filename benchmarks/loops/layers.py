@@ -293,16 +293,11 @@ class OfOneType(nn.Module):
         return self.conv(x, edge_index)  # type: ignore[no-any-return]
 
 
-class Typed(nn.Module):
+class Typed(NodeLevel):
     """RGCN: two convs on typed edges, logits of the first rows."""
 
-    def __init__(self, convs: list[nn.Module]) -> None:
-        super().__init__()
-        self.convs = nn.ModuleList(convs)
-
-    def forward(self, x: Tensor, edge_index: Tensor, edge_type: Tensor, seeds: int) -> Tensor:
-        first, second = self.convs
-        return second(F.silu(first(x, edge_index, edge_type)), edge_index, edge_type)[:seeds]  # type: ignore[no-any-return]
+    def forward(self, x: Tensor, edge_index: Tensor, edge_type: Tensor, seeds: int) -> Tensor:  # type: ignore[override]
+        return super().forward(x, edge_index, edge_type)[:seeds]
 
 
 def nearest(x: Tensor, clouds: int, k: int) -> Tensor:

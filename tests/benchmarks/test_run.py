@@ -13,7 +13,7 @@ from benchmarks import CONFIGS, isolated, plots, run, table2, tables
 from benchmarks.case import Fused, rounded_problem
 from benchmarks.cases.attention import (
     ATTENTION,
-    SCORES,
+    LAYERS,
     AttentionCase,
     CompiledPyGAttention,
     Flex,
@@ -154,7 +154,7 @@ def test_a_tiny_version_of_each_experiment_runs_on_a_cpu(name, tmp_path, capsys)
     "implementation", [Fused(), PyGAttention(), Unfused(), CompiledPyGAttention("eager")], ids=lambda i: i.name
 )
 @pytest.mark.parametrize("heads", [1, 4])
-@pytest.mark.parametrize("score", SCORES)
+@pytest.mark.parametrize("score", LAYERS)
 def test_implementations_agree_with_float64(implementation, heads, score):
     graph, case = benchmark_graph("c", "cpu", small=True), AttentionCase(score, f"{heads}x16")
     reasons = implementation.reasons(case, graph)
@@ -253,7 +253,7 @@ def test_a_run_times_all_layers_and_resumes(tmp_path, capsys):
     rows = read(tmp_path)
     key = [tuple(row[name] for name in tables.NAMES) for row in rows]
     assert (
-        rows[: len(first)] == first and len(set(key)) == len(rows) and {row["op"] for row in rows} == {*SCORES, "graph"}
+        rows[: len(first)] == first and len(set(key)) == len(rows) and {row["op"] for row in rows} == {*LAYERS, "graph"}
     )
     # What was timed forward alone is completed, not repeated.
     of_first = [r for r in rows[len(first) :] if (r["graph"], r["op"], r["implementation"]) == ("b", "dot", "fused")]
