@@ -97,8 +97,6 @@ def test_schedules_of_ours_are_named_and_cusparse_needs_a_gpu(tmp_path, dtype):
 def test_peers_have_the_names_of_the_experiment():
     experiment = run.Experiment.of(composed("experiment=segment"))
     keys = {(job.case.op, job.case.size, job.dtype, job.direction) for job in experiment.jobs("a")}
-    peers = [peer for peer in tables.packages() if peer["op"] in experiment.ops]
+    peers = [peer for peer in run.Table.read(tables.PACKAGES) if peer["op"] in experiment.ops]
     assert peers and {peer["graph"] for peer in peers} <= set(experiment.graphs)
     assert {tuple(peer[name] for name in ("op", "size", "dtype", "direction")) for peer in peers} <= keys
-    row = dict.fromkeys(run.FIELDS, "") | dict(op="max", size="128", dtype="float32", direction="fwd", graph="h")
-    assert tables.best_peer(row)["package"] == "turbo-gnn"
