@@ -137,6 +137,7 @@ class _Filtered(MessagePassing):
 
 @pytest.mark.parametrize(("width", "is_left"), [(8, True), (160, False)])
 def test_many_new_edges_of_the_layer_itself_are_sorted_for_wide_rows(width, is_left):
+    messages.clear()
     layer, plain, x = pyg_dfgnn.accelerate(_Filtered()), _Filtered(), torch.rand(300, width, device=DEVICE)
     for _ in range(4):
         edge_index = random_edges(300, 300, 1_200_000).to(DEVICE)
