@@ -20,7 +20,7 @@ from pyg_dfgnn.ops.core import draw_seed
 from pyg_dfgnn.ops.graph import may_run_again, unmeasured_graph
 from pyg_dfgnn.ops.relational.backend import KERNELS, are_few_numbers, backend, dtype_of, is_small, match_of
 from pyg_dfgnn.ops.relational.program import index_space_of
-from pyg_dfgnn.ops.visits import MANY_EDGES, is_new_tensor, may_be_left
+from pyg_dfgnn.ops.visits import MANY_EDGES, may_be_left, new_visit
 from pyg_dfgnn.settings import current
 
 _OF_SOURCES = {S, U, Ts}
@@ -223,7 +223,7 @@ class Region:
             return self.is_small
         # Edges that the layer has made itself have no way to be sorted without being measured.
         is_made = edges is not caller.edges and are_few_numbers(self.program, edges.size(1))
-        return is_new_tensor(layer, edges, self.kind, caller.turn, many=sys.maxsize if is_made else MANY_EDGES)
+        return new_visit(layer, edges, self.kind, caller.turn, many=sys.maxsize if is_made else MANY_EDGES) > 0
 
     def _by_torch(self, args: Sequence[Any], reasons: Sequence[str]) -> Any:
         self.reasons = reasons

@@ -56,17 +56,15 @@ from pyg_dfgnn.ops.relational.backend import (
     running,
 )
 from pyg_dfgnn.ops.relational.program import ALL_PASSES
-from pyg_dfgnn.ops.visits import is_new_tensor, step
+from pyg_dfgnn.ops.visits import new_visit, step
 from pyg_dfgnn.settings import current, local_settings
 from pyg_dfgnn.torch_private import current_graph_task_id, top_saved_tensors_hooks
 
 __all__ = ["Mark", "clear", "describe", "interpreted", "lowered", "standing"]
 
-_PERSISTENT = 256
-"""Calls with new edges, one after another, after which a layer is asked seldom: more than fixed batches make, of which
-as many are remembered as there are, until they are known."""
 _QUIET = 32
-"""Calls that are not asked about between two that are."""
+"""Calls that are not asked about between two that are, at most; as long as edges have been new for a few calls, a
+quarter of these, so that one of a fixed list of batches is met again soon."""
 UNCALLED = "its first call tells what of it becomes programs"
 """Said of a layer of which nothing is known before."""
 _TENSORS = (Tensor, torch.nn.Parameter)
@@ -90,7 +88,7 @@ class Mark:
         most: Number of ids that edges of such a call have at most.
         on_gpu: Whether these edges are on a GPU.
         under: Settings of such a call.
-        new: Number of calls with new edges, one after another, that were asked about.
+        new: Number of calls, one after another, that were asked about and whose edges had not come before.
     """
 
     may_be_quiet = True
@@ -138,24 +136,28 @@ class Mark:
         inner = batch.edge_index if edges is None and batch is not None else None
         if type(inner) is Tensor and inner.dim() == 2:
             edges = inner
-        under, may_be_few, is_left, most = current(), False, False, -1
+        under, may_be_few, is_left, most, quiet = current(), False, False, 0, 0
         if not under.compile_messages or step.is_refilled:
             return own(layer, *args, **kwargs)
         if edges is not None and edges.is_cuda:
             # As the function of this name does: each one that a call enters costs the host.
             may_be_few = under.leaves_few and edges.layout is torch.strided
             is_few = may_be_few and self.few >= 0 and edges.size(1) <= self.few
-            is_left = is_few or (may_be_few and is_new_tensor(layer, edges, under=under))
-            self.new = self.new + 1 if is_left and not is_few else 0
-            most = edges.numel() if is_few or self.new > _PERSISTENT else -1
+            visit = new_visit(layer, edges, under=under) if may_be_few and not is_few else 0
+            is_left = is_few or visit > 0
+            most, quiet = 2 * self.few, _QUIET
+            if not is_few:
+                self.new = self.new + 1 if visit == 1 else 0
+                most, quiet = edges.numel(), min(self.new // 4, _QUIET)
+                most = max(most, self.most) if quiet else most
         elif edges is not None and backend().devices is not None and lacks_kernels(edges):
             report_fallback(self.kind.__name__, CPU)
-            is_left, most = True, sys.maxsize
+            is_left, most, quiet = True, sys.maxsize, _QUIET
         if is_left:
-            if edges is not None and most >= 0 and found == 1 and not kwargs and batch is None and self.may_be_quiet:
+            if edges is not None and quiet and found == 1 and not kwargs and batch is None and self.may_be_quiet:
                 self.place = next(place for place, value in enumerate(args) if value is edges)
                 self.count, self.most, self.on_gpu, self.under = len(args), most, edges.is_cuda, under
-                self.quiet = _QUIET
+                self.quiet = quiet
             # As `run_left` does.
             before, step.is_left = step.is_left, True
             try:

@@ -27,9 +27,9 @@ _COMPILED_NUMBERS = 1 << 23
 _visits: dict[tuple[int, int], list[Any]] = {}
 """Number of a tensor of edges and length of its rows -> the tensor, its first visitor, the calls and the layer of that
 one, and the forward that was counted last."""
-_NONE: tuple[Callable[[], Any], Any, Callable[[], Any], Any] = (lambda: _NONE, None, lambda: None, None)
+_NONE: tuple[Callable[[], Any], Any, Callable[[], Any], Any, int] = (lambda: _NONE, None, lambda: None, None, 0)
 _last = _NONE
-"""The last tensor that was new, its first visitor, the layer of that one, and the settings then."""
+"""The last tensor that was new, its first visitor, the layer of that one, the settings then, and the calls."""
 
 
 class _Step(threading.local):
@@ -115,7 +115,7 @@ def is_new(layer: torch.nn.Module, edges: Any, kind: str = "", turn: int | None 
     """
     if type(edges) is not Tensor or torch.compiler.is_compiling():
         return False
-    return is_new_tensor(layer, edges, kind, turn)
+    return new_visit(layer, edges, kind, turn) > 0
 
 
 def is_new_outside_captures(layer: torch.nn.Module, edges: Any) -> bool:
@@ -129,10 +129,10 @@ def is_new_outside_captures(layer: torch.nn.Module, edges: Any) -> bool:
         return False
     if edges.is_cuda and torch.cuda.is_current_stream_capturing():
         return False
-    return is_new_tensor(layer, edges, under=current())
+    return new_visit(layer, edges, under=current()) > 0
 
 
-def is_new_tensor(
+def new_visit(
     layer: torch.nn.Module,
     edges: Tensor,
     kind: str = "",
@@ -140,8 +140,9 @@ def is_new_tensor(
     under: Settings | None = None,
     most: int = VISITS,
     many: int = MANY_EDGES,
-) -> bool:
-    """Return what :func:`is_new` does, of a tensor where torch.compile does not trace.
+) -> int:
+    """Note a call of a layer where torch.compile does not trace, and return which of the first layer it is with edges
+    that are new, as :func:`is_new` says; 0 where they are not.
 
     Args:
         layer: The layer; `edges`, `kind` and `turn` are as there.
@@ -154,17 +155,17 @@ def is_new_tensor(
     """
     global _last
     if step.is_refilled:
-        return True
+        return 1
     visitor, settings = (id(layer), kind), current() if under is None else under
-    tensor, first, owner, then = _last
+    tensor, first, owner, then, visit = _last
     # The layers of a model ask about one tensor in turn.
     if tensor() is edges and first != visitor and then is settings and owner() is not None:
-        return True
+        return visit
     if edges.dim() == 0 or (under is None and not may_be_few(edges)):
-        return False
+        return 0
     count = edges.size(-1)
     if count >= many:
-        return False
+        return 0
     # PyG's convs reduce by a row of `edge_index`, which is a new view in every call.
     base = edges._base
     base = edges if base is None else base
@@ -175,8 +176,8 @@ def is_new_tensor(
             _make_room()
         reference, owner = weakref.ref(edges), weakref.ref(layer)
         _visits[key] = [reference if base is edges else weakref.ref(base), visitor, 1, owner, turn]
-        _last = reference, visitor, owner, settings
-        return True
+        _last = reference, visitor, owner, settings, 1
+        return 1
     if known[3]() is None:
         # The first layer will not come again, and this one stands in for it.
         known[1], known[3] = visitor, weakref.ref(layer)
@@ -185,9 +186,9 @@ def is_new_tensor(
     if known[2] > most:
         if first == known[1]:
             _last = _NONE
-        return False
-    _last = weakref.ref(edges), known[1], known[3], settings
-    return True
+        return 0
+    _last = weakref.ref(edges), known[1], known[3], settings, known[2]
+    return known[2]  # type: ignore[no-any-return]
 
 
 _few: tuple[Callable[[], Any], Any, Any] = (lambda: _few, None, None)
@@ -208,7 +209,7 @@ def is_known_few(edges: Tensor, kind: Any) -> bool:
 
 def is_last(layer: torch.nn.Module, edges: Tensor) -> bool:
     """Return whether edges are the last ones that were new, and another layer is the first to have come with them."""
-    tensor, first, owner, under = _last
+    tensor, first, owner, under, _ = _last
     return tensor() is edges and under is current() and first[0] != id(layer) and owner() is not None
 
 

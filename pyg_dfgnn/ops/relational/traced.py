@@ -27,7 +27,7 @@ from pyg_dfgnn.ir.text import program_of, text_of
 from pyg_dfgnn.ops.function import ops, run_traced
 from pyg_dfgnn.ops.relational.new_edges import joint_pairs_of, pairs_of, program_on_new
 from pyg_dfgnn.ops.relational.program import index_space_of, run, selected
-from pyg_dfgnn.ops.visits import COMPILED_VISITS, is_new_tensor
+from pyg_dfgnn.ops.visits import COMPILED_VISITS, new_visit
 
 KIND = "program"
 """Start of the names of the programs."""
@@ -99,7 +99,7 @@ class RowSet(NamedTuple):
             return False
         visitor = _visitors.setdefault(name, torch.nn.Module().eval())
         # All sets are asked, since each is known by its visits. Several layers of a compiled graph have one program.
-        return any([is_new_tensor(visitor, edges, most=COMPILED_VISITS) for edges in edge_sets])
+        return any([new_visit(visitor, edges, most=COMPILED_VISITS) > 0 for edges in edge_sets])
 
     def pairs(self) -> DensePairs:
         """Return all pairs of the edges."""
