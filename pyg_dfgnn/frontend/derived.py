@@ -187,11 +187,15 @@ class EdgeDerived:
 
     Args:
         compute: The function: tensors and numbers to a list of tensors and numbers.
+        most: Results that are kept.
+        are_fixed: Whether any CUDA graph may read what is kept of edges alone, as kernels read their graph.
     """
 
-    def __init__(self, compute: Callable[..., Sequence[Any]]) -> None:
-        self.compute = compute
-        self._kept: GraphCache[Derived] = GraphCache(_MOST_ENTRIES)
+    def __init__(
+        self, compute: Callable[..., Sequence[Any]], most: int = _MOST_ENTRIES, are_fixed: bool = False
+    ) -> None:
+        self.compute, self.are_fixed = compute, are_fixed
+        self._kept: GraphCache[Derived] = GraphCache(most)
 
     def __call__(self, *args: Any) -> Sequence[Any]:
         """Return the results, from an earlier call with these arguments if there was one."""
@@ -200,7 +204,7 @@ class EdgeDerived:
             return self.compute(*args)
         # Between replays all but edges may be written anew.
         is_captured = tensors[0].is_cuda and torch.cuda.is_current_stream_capturing()
-        if is_captured and (_capture.read is None or len(tensors) > 1):
+        if is_captured and (len(tensors) > 1 or (_capture.read is None and not self.are_fixed)):
             return self.compute(*args)
         key = tuple([id(arg) if isinstance(arg, Tensor) else arg for arg in args])
         versions = [tensor._version for tensor in tensors]

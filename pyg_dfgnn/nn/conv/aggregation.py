@@ -117,8 +117,6 @@ class AggregationConv(FusedConv):
     """Whether a linear layer comes before the aggregation."""
     _channels: str | None = None
     """Attribute with the width of what is aggregated; None for that of `x`."""
-    _takes_new = False
-    """Whether kernels take new and few edges in less time than PyG's code, the time to sort them included."""
     _writes = 1
     """Times that PyG's code takes for a row of that width per edge, in those of a sum."""
     _factor = "edge_weight"
@@ -304,7 +302,7 @@ class AggregationConv(FusedConv):
 
     def _describe(self, device: torch.device | None, *args: Any, **kwargs: Any) -> Description:
         description = super()._describe(device, *args, **kwargs)
-        if self._takes_new or not description.fused:
+        if not description.fused:
             return description
         arguments = inspect.signature(self.forward).bind(*args, **kwargs).arguments
         edge = next((arguments[name] for name in ("edge_attr", "edge_weight") if name in arguments), None)

@@ -8,7 +8,9 @@ from torch_geometric.nn.conv.gcn_conv import gcn_norm
 from torch_geometric.typing import Adj, OptTensor
 
 from pyg_dfgnn.fallback import FEW, NO_DEVICE, SMALL, report_fallback
+from pyg_dfgnn.frontend.derived import EdgeDerived
 from pyg_dfgnn.graph import EdgeSet, Graph
+from pyg_dfgnn.graph.build import bounds_of, pull, refuse_ids
 from pyg_dfgnn.graph.derived import version_of
 from pyg_dfgnn.graph.ends import Part
 from pyg_dfgnn.nn import conv_call
@@ -16,7 +18,7 @@ from pyg_dfgnn.nn.conv.aggregation import NEW_NUMBERS, AggregationConv, MessageI
 from pyg_dfgnn.nn.conv_call import ConvCall
 from pyg_dfgnn.nn.gate import NO_MATRIX, edges_lack_kernels, is_described, statistics_of
 from pyg_dfgnn.ops.segment import aggregate, inverse_root_degree, symmetric_norm
-from pyg_dfgnn.ops.visits import is_compiled_few, is_new, is_new_outside_captures
+from pyg_dfgnn.ops.visits import is_compiled_few, is_new, is_new_outside_captures, is_refilled, may_be_left
 
 _SCALED = {"sum", "mean"}
 _FEW_HOPS = 3
@@ -25,6 +27,56 @@ _BY_OPERATORS = "operators"
 """Form of edges whose messages operators of torch sum, with PyG's normalisation."""
 _BATCHED = (NO_MATRIX,)
 """Reasons where nothing but a dimension before that of the nodes is against kernels."""
+_KEPT_NUMBERS = 1 << 21
+"""Numbers in rows of edges below which operators of torch sum them in less time than the host takes for kernels, once
+the norm is kept."""
+
+
+def _norm(
+    edge_index: Tensor, weight: Tensor | None, num_nodes: int, improved: bool, self_loops: bool, dtype: torch.dtype
+) -> list[Tensor | None]:
+    """Return PyG's normalised edges, None where they are the given ones, and their weights.
+
+    Raises:
+        IdRangeError: An id is out of range; a step that is captured is not told.
+    """
+    if is_refilled() or (edge_index.is_cuda and torch.cuda.is_current_stream_capturing()):
+        edges = edge_index
+        if self_loops:
+            edges, weight = _with_self_loops(edge_index, weight, num_nodes, 2.0 if improved else 1.0, dtype)
+        edges, weight = gcn_norm(edges, weight, num_nodes, improved, False, dtype=dtype)
+    else:
+        ends = edge_index.unbind(0)
+        refuse_ids(pull(*bounds_of(*ends)), num_nodes, num_nodes, edge_index.size(1))
+        edges, weight = gcn_norm(edge_index, weight, num_nodes, improved, self_loops, dtype=dtype)
+    # What kept the edges alive would be kept for ever.
+    return [None if edges is edge_index else edges, weight]
+
+
+_kept_norm = EdgeDerived(_norm, most=32, are_fixed=True)
+
+
+def _may_keep(weight: Tensor | None, dtype: torch.dtype) -> bool:
+    """Return whether the norm of edges is a function of them, and of weights that no gradient is asked of."""
+    if is_refilled() or (weight is not None and weight.requires_grad and torch.is_grad_enabled()):
+        return False
+    # The dtype of other norms depends on autocast.
+    return dtype is torch.float32 and (weight is None or weight.dtype is torch.float32)
+
+
+def _with_self_loops(
+    edge_index: Tensor, weight: Tensor | None, num_nodes: int, fill: float, dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    """Return edges with a self-loop per node behind them, for which the host does not wait: own ones weigh nothing."""
+    row, col = edge_index.unbind(0)
+    if weight is None:
+        weight, fill = torch.ones(row.size(0), dtype=dtype, device=row.device), 1.0
+    is_loop, nodes = row == col, torch.arange(num_nodes, device=row.device)
+    # All other edges write behind the last node.
+    places = torch.where(is_loop, row, num_nodes)
+    loops = weight.new_full((num_nodes + 1,), fill).index_put((places,), weight)[:-1]
+    weight = torch.cat([torch.where(is_loop, 0, weight), loops])
+    return torch.cat([edge_index, nodes.expand(2, -1)], dim=1), weight
 
 
 class NormalizedConv(AggregationConv):
@@ -41,7 +93,6 @@ class NormalizedConv(AggregationConv):
     _drops = False
     """Whether weights of edges are dropped in this call."""
     _cached_edge_index: tuple[Tensor, Tensor] | None
-    _takes_new = True
     _follows_pyg = True
     """Whether the forward is PyG's but for its sums, so that it takes the same features at no further cost."""
     _hop_count = "K"
@@ -66,6 +117,12 @@ class NormalizedConv(AggregationConv):
     def _call(self, x: Tensor, edge_index: Adj | Graph, edge_weight: Tensor | None = None) -> ConvCall:
         return self._ask_normalized(x, edge_index, edge_weight)
 
+    def _is_few(self, x: Any, edge_index: Any, edge: Tensor | None) -> bool:
+        """Return whether operators of torch sum a few numbers in less time than kernels, of new edges and of others."""
+        if not self.normalize or is_refilled() or not may_be_left(edge_index):
+            return False
+        return self._is_below(x, edge_index, _KEPT_NUMBERS) and self._takes_operators(edge_index, x, x)
+
     def _are_few(self, x: Tensor, edge_index: Any, edge_weight: Tensor | None) -> bool:
         """Return whether PyG's code takes new edges in less time than kernels."""
         # With a cache the first edges are those of all calls.
@@ -83,11 +140,13 @@ class NormalizedConv(AggregationConv):
 
     def _ask_normalized(self, x: Any, edge_index: Any, edge_weight: Tensor | None, *reasons: str) -> ConvCall:
         """Ask the gate about a call whose edges are to be normalised, if the conv does so."""
-        is_batch = type(edge_index) is Tensor and edge_index.is_cuda and isinstance(x, Tensor) and x.dim() != 2
-        is_left = isinstance(x, Tensor) and x.dim() == 2 and self._are_few(x, edge_index, edge_weight)
+        is_rows = isinstance(x, Tensor) and x.dim() == 2
+        is_batch = type(edge_index) is Tensor and edge_index.is_cuda and isinstance(x, Tensor) and not is_rows
+        is_few = is_rows and not reasons and self._is_few(x, edge_index, edge_weight)
+        is_left = is_few or (is_rows and self._are_few(x, edge_index, edge_weight))
         if (is_left or is_batch) and not reasons and not is_described():
             why = _BATCHED if is_batch else FEW
-            if not self._takes_operators(edge_index, x, x):
+            if not is_few and not self._takes_operators(edge_index, x, x):
                 return ConvCall(why, (), edge_index, "tensor")
             report_fallback(type(self).__name__, why)
             return ConvCall((), (), edge_index, _BY_OPERATORS, edge_weight)
@@ -134,8 +193,10 @@ class NormalizedConv(AggregationConv):
         if call.form == _BY_OPERATORS:
             edges, weight = call.edge_index, call.edge_attr
             if self.normalize:
-                options = self.improved, self.add_self_loops, self.flow, x.dtype
-                edges, weight = gcn_norm(edges, weight, x.size(-2), *options)
+                options = x.size(-2), self.improved, self.add_self_loops, x.dtype
+                norm = _kept_norm if _may_keep(weight, x.dtype) else _norm
+                kept, weight = norm(edges, weight, *options)
+                edges = edges if kept is None else kept
             return MessageInputs(edges, weight)
         if not self.normalize:
             return self._message_inputs(call)

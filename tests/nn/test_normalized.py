@@ -1,0 +1,113 @@
+"""Convs on a normalised adjacency of few edges, whose norm is kept: PyG's numbers, whatever is edited and wherever."""
+
+import gc
+import weakref
+
+import pytest
+import torch
+from torch_geometric.nn import conv as pyg
+
+import pyg_dfgnn
+from pyg_dfgnn.errors import IdRangeError
+from pyg_dfgnn.ops import visits
+from pyg_dfgnn.reference.tolerances import elementwise
+from pyg_dfgnn.settings import Settings, current
+from tests.new_edges import random_edges
+
+FEATURES = 8
+NODES = 30
+SETTINGS = Settings()
+CONVS = {
+    "GCNConv": lambda cls: cls(FEATURES, 4),
+    "GCNConv-improved": lambda cls: cls(FEATURES, 4, improved=True),
+    "SGConv": lambda cls: cls(FEATURES, 4, K=2),
+    "TAGConv": lambda cls: cls(FEATURES, 4, K=2),
+    "LGConv": lambda cls: cls(),
+}
+
+
+@pytest.fixture(autouse=True)
+def on_any_device(monkeypatch):
+    """Take edges on a CPU for those on a GPU."""
+    monkeypatch.setattr(visits, "may_be_few", lambda _: current().leaves_few)
+
+
+def edges():
+    """Edges of which some are self-loops, of no node two."""
+    edge_index = random_edges(NODES, NODES, 90)
+    edge_index = edge_index[:, edge_index[0] != edge_index[1]]
+    return torch.cat([edge_index, torch.arange(0, NODES, 4).expand(2, -1)], dim=1)
+
+
+def pair_of(name):
+    make, kind = CONVS[name], name.partition("-")[0]
+    upstream, layer = make(getattr(pyg, kind)), make(getattr(pyg_dfgnn.nn, kind))
+    layer.load_state_dict(upstream.state_dict())
+    return upstream, layer
+
+
+def assert_alike(upstream, layer, edge_index, weight=None):
+    """Compare outputs and all gradients, PyG's in float64 on copies."""
+    x = torch.randn(NODES, FEATURES)
+    results = []
+    for conv, dtype in ((upstream.double(), torch.float64), (layer, torch.float32)):
+        features = x.to(dtype).requires_grad_()
+        own = (
+            weight if conv is layer or weight is None else weight.detach().double().requires_grad_(weight.requires_grad)
+        )
+        out = conv(features, edge_index if conv is layer else edge_index.clone(), own)
+        wanted = [features, *conv.parameters(), *([own] if own is not None and own.requires_grad else [])]
+        results.append((out, *torch.autograd.grad(out.sin().sum(), wanted)))
+    for pygs, own in zip(*results, strict=True):
+        torch.testing.assert_close(own.double(), pygs, **elementwise("float32/few_terms"))
+
+
+@pytest.mark.parametrize("weights", ["none", "fixed", "learned"])
+@pytest.mark.parametrize("name", CONVS)
+def test_calls_with_edges_that_stay_have_pygs_numbers_and_follow_edits(name, weights):
+    (upstream, layer), edge_index = pair_of(name), edges()
+    weight = None if weights == "none" else torch.rand(edge_index.size(1)).requires_grad_(weights == "learned")
+    for _ in range(3):
+        assert_alike(upstream, layer, edge_index, weight)
+    if weight is not None:
+        with torch.no_grad():
+            weight.mul_(3.0).add_(0.1)
+        assert_alike(upstream, layer, edge_index, weight)
+    edge_index[0, :5] = edge_index[1, 5:10]
+    edge_index[:, 3] = torch.tensor([1, 1])
+    assert_alike(upstream, layer, edge_index, weight)
+
+
+@pytest.mark.parametrize("weighted", [False, True])
+@pytest.mark.parametrize("name", CONVS)
+def test_steps_that_may_not_wait_have_the_same_numbers(name, weighted):
+    (upstream, layer), edge_index = pair_of(name), edges()
+    weight = torch.rand(edge_index.size(1), requires_grad=True) if weighted else None
+    with visits.refilled():
+        for _ in range(2):
+            assert_alike(upstream, layer, edge_index, weight)
+            # What refills a captured batch leaves no trace in the version of a tensor.
+            edge_index.data[0, :5] = edge_index[1, 5:10]
+
+
+@pytest.mark.parametrize("weighted", [False, True])
+def test_ids_out_of_range_are_named(weighted):
+    layer, edge_index = pyg_dfgnn.nn.GCNConv(FEATURES, 4), edges()
+    weight = torch.rand(edge_index.size(1)) if weighted else None
+    edge_index[1, 3] = NODES
+    with pytest.raises(IdRangeError, match=r"target ids in \[0, num_dst=30\) \(got 0 to 30\)"):
+        layer(torch.randn(NODES, FEATURES), edge_index, weight)
+
+
+def test_what_is_kept_goes_with_the_edges():
+
+    layer, x = pyg_dfgnn.nn.TAGConv(FEATURES, 4), torch.randn(NODES, FEATURES)
+    edge_index = edges()
+    weight = torch.rand(edge_index.size(1))
+    for _ in range(2):
+        layer(x, edge_index, weight)
+
+    refs = [weakref.ref(edge_index), weakref.ref(weight)]
+    del edge_index, weight
+    gc.collect()
+    assert [ref() for ref in refs] == [None, None]
