@@ -133,12 +133,12 @@ def test_edges_of_many_sizes_are_asked_about_as_seldom(asked):
 
 
 def test_the_batches_of_a_fixed_list_become_known(asked):
-    layer, x, scale = pyg_dfgnn.accelerate(_Scaled()), torch.randn(30, 8, device=DEVICE), torch.ones(1, device=DEVICE)
+    layer, x = pyg_dfgnn.accelerate(_Optional()), torch.randn(30, 8, device=DEVICE)
     batches = [edges(60 + count) for count in range(40)]
     for _ in range(8):
         before = len(asked)
         for batch in batches:
-            layer(scale, x, batch)
+            layer(x, batch)
     assert len(asked) - before == len(batches)
 
 

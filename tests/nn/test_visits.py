@@ -251,7 +251,8 @@ LISTS_OR_NORMS = {
 @pytest.mark.parametrize("name", LISTS_OR_NORMS)
 def test_convs_whose_lists_or_norms_take_longer_are_pygs_on_new_edges(name, monkeypatch):
     make, names = LISTS_OR_NORMS[name]
-    monkeypatch.setattr(normalized, "_KEPT_NUMBERS", 0)
+    for name_of in ("_KNOWN_NUMBERS", "_WEIGHTED_NUMBERS"):
+        monkeypatch.setattr(normalized, name_of, 0)
     given = {
         "edge_type": torch.arange(90) % 3,
         "node_type": torch.arange(30) % 2,

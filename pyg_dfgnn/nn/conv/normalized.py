@@ -1,5 +1,6 @@
 """Base classes of the convs on a normalised adjacency: the factors of their messages."""
 
+import weakref
 from typing import Any, cast
 
 import torch
@@ -11,7 +12,7 @@ from pyg_dfgnn.fallback import FEW, NO_DEVICE, SMALL, report_fallback
 from pyg_dfgnn.frontend.derived import EdgeDerived
 from pyg_dfgnn.graph import EdgeSet, Graph
 from pyg_dfgnn.graph.build import bounds_of, pull, refuse_ids
-from pyg_dfgnn.graph.derived import version_of
+from pyg_dfgnn.graph.derived import WeakEntry, version_of
 from pyg_dfgnn.graph.ends import Part
 from pyg_dfgnn.nn import conv_call
 from pyg_dfgnn.nn.conv.aggregation import NEW_NUMBERS, AggregationConv, MessageInputs, ProblemFields, is_matrix
@@ -19,41 +20,70 @@ from pyg_dfgnn.nn.conv_call import ConvCall
 from pyg_dfgnn.nn.gate import NO_MATRIX, edges_lack_kernels, is_described, statistics_of
 from pyg_dfgnn.ops.segment import aggregate, inverse_root_degree, symmetric_norm
 from pyg_dfgnn.ops.visits import is_compiled_few, is_new, is_new_outside_captures, is_refilled, may_be_left
+from pyg_dfgnn.torch_private import cuda_stream
 
 _SCALED = {"sum", "mean"}
 _FEW_HOPS = 3
 """Sums over new edges of a call up to which PyG's code takes less of the host than kernels."""
-_BY_OPERATORS = "operators"
-"""Form of edges whose messages operators of torch sum, with PyG's normalisation."""
+_NEW, _KNOWN = "new edges", "known edges"
+"""Forms of edges whose messages operators of torch sum: PyG's norm of the last ones is kept, or of all that stay."""
 _BATCHED = (NO_MATRIX,)
 """Reasons where nothing but a dimension before that of the nodes is against kernels."""
-_KEPT_NUMBERS = 1 << 21
-"""Numbers in rows of edges below which operators of torch sum them in less time than the host takes for kernels, once
-the norm is kept."""
+_KNOWN_NUMBERS, _WEIGHTED_NUMBERS = 1 << 23, 1 << 24
+"""Numbers in rows of known edges below which operators of torch sum them in less time than the host takes for kernels,
+without weights and with."""
 
 
 def _norm(
     edge_index: Tensor, weight: Tensor | None, num_nodes: int, improved: bool, self_loops: bool, dtype: torch.dtype
 ) -> list[Tensor | None]:
-    """Return PyG's normalised edges, None where they are the given ones, and their weights.
-
-    Raises:
-        IdRangeError: An id is out of range; a step that is captured is not told.
-    """
-    if is_refilled() or (edge_index.is_cuda and torch.cuda.is_current_stream_capturing()):
-        edges = edge_index
-        if self_loops:
-            edges, weight = _with_self_loops(edge_index, weight, num_nodes, 2.0 if improved else 1.0, dtype)
-        edges, weight = gcn_norm(edges, weight, num_nodes, improved, False, dtype=dtype)
-    else:
-        ends = edge_index.unbind(0)
-        refuse_ids(pull(*bounds_of(*ends)), num_nodes, num_nodes, edge_index.size(1))
-        edges, weight = gcn_norm(edge_index, weight, num_nodes, improved, self_loops, dtype=dtype)
+    """Return PyG's normalised edges, None where they are the given ones, and their weights."""
+    edges = edge_index
+    if self_loops and (is_refilled() or (edges.is_cuda and torch.cuda.is_current_stream_capturing())):
+        edges, weight = _with_self_loops(edge_index, weight, num_nodes, 2.0 if improved else 1.0, dtype)
+        self_loops = False
+    edges, weight = gcn_norm(edges, weight, num_nodes, improved, self_loops, dtype=dtype)
     # What kept the edges alive would be kept for ever.
     return [None if edges is edge_index else edges, weight]
 
 
-_kept_norm = EdgeDerived(_norm, most=32, are_fixed=True)
+def _checked_norm(edge_index: Tensor, weight: Tensor | None, num_nodes: int, *options: Any) -> list[Tensor | None]:
+    """Return what :func:`_norm` does.
+
+    Raises:
+        IdRangeError: An id is out of range; what is captured is not told.
+    """
+    if not (edge_index.is_cuda and torch.cuda.is_current_stream_capturing()):
+        refuse_ids(pull(*bounds_of(*edge_index.unbind(0))), num_nodes, num_nodes, edge_index.size(1))
+    return _norm(edge_index, weight, num_nodes, *options)
+
+
+_kept_norm = EdgeDerived(_checked_norm, most=32, are_fixed=True)
+_last: WeakEntry | None = None
+"""The last options and norm, of edges and weights that are new."""
+
+
+def _forget(ref: weakref.ref) -> None:
+    """Drop the last norm where what it was made of is gone."""
+    global _last
+    if _last is not None and any(ref is held for held in _last.refs):
+        _last = None
+
+
+def _shared_norm(edge_index: Tensor, weight: Tensor | None, *options: Any) -> list[Tensor | None]:
+    """Return what :func:`_norm` does, once for all layers of a model."""
+    global _last
+    anchors = (edge_index,) if weight is None else (edge_index, weight)
+    versions = [version_of(anchor) for anchor in anchors]
+    stream = cuda_stream(edge_index.get_device()) if edge_index.is_cuda else None
+    # Another thread may replace it at any time.
+    last = _last
+    if last is not None and last.is_of(anchors, versions) and last.value[0] == (stream, options):
+        return last.value[1]  # type: ignore[no-any-return]
+    with torch.inference_mode(False), torch.no_grad():
+        norm = _norm(edge_index, weight, *options)
+    _last = WeakEntry(((stream, options), norm), anchors, versions, _forget)
+    return norm
 
 
 def _may_keep(weight: Tensor | None, dtype: torch.dtype) -> bool:
@@ -118,22 +148,33 @@ class NormalizedConv(AggregationConv):
         return self._ask_normalized(x, edge_index, edge_weight)
 
     def _is_few(self, x: Any, edge_index: Any, edge: Tensor | None) -> bool:
-        """Return whether operators of torch sum a few numbers in less time than kernels, of new edges and of others."""
-        if not self.normalize or is_refilled() or not may_be_left(edge_index):
+        """Return whether operators of torch sum the numbers of known edges in less time than kernels."""
+        if not self.normalize or not self._follows_pyg or self._takes_cache:
             return False
-        return self._is_below(x, edge_index, _KEPT_NUMBERS) and self._takes_operators(edge_index, x, x)
+        if is_refilled() or not may_be_left(edge_index):
+            return False
+        if edge is None and self._count_hops() > 1:
+            return False
+        return self._is_below(x, edge_index, _KNOWN_NUMBERS if edge is None else _WEIGHTED_NUMBERS)
 
-    def _are_few(self, x: Tensor, edge_index: Any, edge_weight: Tensor | None) -> bool:
-        """Return whether PyG's code takes new edges in less time than kernels."""
+    def _count_hops(self) -> int:
+        return self.__dict__.get(self._hop_count, 1)  # type: ignore[no-any-return]
+
+    def _form_of_few(self, x: Tensor, edge_index: Any, edge_weight: Tensor | None) -> str | None:
+        """Return the form of edges that PyG's code or its operators take in less time than kernels; None of others."""
         # With a cache the first edges are those of all calls.
         if not self.normalize or self._takes_cache:
-            return False
-        if edge_weight is not None:
-            return is_new(self, edge_index)
-        # Without self-loops PyG's norm is a few launches, which kernels save from some hops on.
-        if self.add_self_loops or self.__dict__.get(self._hop_count, 1) > _FEW_HOPS:
-            return False
-        return is_new_outside_captures(self, edge_index) and self._is_below(x, edge_index, NEW_NUMBERS)
+            return None
+        # Without weights and self-loops PyG's norm is a few launches, which kernels save from some hops on.
+        is_plain = edge_weight is not None or not (self.add_self_loops or self._count_hops() > _FEW_HOPS)
+        is_few = self._is_few(x, edge_index, edge_weight)
+        if not is_plain and not is_few:
+            return None
+        is_asked = is_new if edge_weight is not None else is_new_outside_captures
+        if is_asked(self, edge_index):
+            is_left = is_plain and (edge_weight is not None or self._is_below(x, edge_index, NEW_NUMBERS))
+            return _NEW if is_left else None
+        return _KNOWN if is_few and self._takes_operators(edge_index, x, x) else None
 
     def _takes_operators(self, edge_index: Any, source: Any, target: Any) -> bool:
         return self._follows_pyg and not self._takes_cache and super()._takes_operators(edge_index, source, target)
@@ -142,14 +183,13 @@ class NormalizedConv(AggregationConv):
         """Ask the gate about a call whose edges are to be normalised, if the conv does so."""
         is_rows = isinstance(x, Tensor) and x.dim() == 2
         is_batch = type(edge_index) is Tensor and edge_index.is_cuda and isinstance(x, Tensor) and not is_rows
-        is_few = is_rows and not reasons and self._is_few(x, edge_index, edge_weight)
-        is_left = is_few or (is_rows and self._are_few(x, edge_index, edge_weight))
-        if (is_left or is_batch) and not reasons and not is_described():
+        few = _KNOWN if is_batch else self._form_of_few(x, edge_index, edge_weight) if is_rows else None
+        if few is not None and not reasons and not is_described():
             why = _BATCHED if is_batch else FEW
-            if not is_few and not self._takes_operators(edge_index, x, x):
+            if not self._takes_operators(edge_index, x, x):
                 return ConvCall(why, (), edge_index, "tensor")
             report_fallback(type(self).__name__, why)
-            return ConvCall((), (), edge_index, _BY_OPERATORS, edge_weight)
+            return ConvCall((), (), edge_index, few, edge_weight)
         if edges_lack_kernels(edge_index):
             return ConvCall([NO_DEVICE, *conv_call.id_reasons(edge_index)], (), edge_index, "tensor")
         against, loops = list(reasons), self.normalize and self.add_self_loops
@@ -166,7 +206,7 @@ class NormalizedConv(AggregationConv):
         is_bare = form == "SparseTensor" and not edge_index.has_value() and not self.improved
         if is_matrix(form) and loops and not (is_bare and self._is_by_node(None)):
             against.append("self-loops added to the values of a sparse adjacency")
-        if is_left:
+        if few is not None and not is_batch:
             against.append(SMALL)
         # Each hop is a call of ours, where torch.compile joins what PyG launches.
         is_compiled = form == "tensor" and x is not None and is_compiled_few(edge_index, x.size(1))
@@ -190,11 +230,12 @@ class NormalizedConv(AggregationConv):
         Raises:
             ValueError: There are other numbers of weights and edges.
         """
-        if call.form == _BY_OPERATORS:
+        if call.form in (_NEW, _KNOWN):
             edges, weight = call.edge_index, call.edge_attr
             if self.normalize:
                 options = x.size(-2), self.improved, self.add_self_loops, x.dtype
-                norm = _kept_norm if _may_keep(weight, x.dtype) else _norm
+                norm: Any = _kept_norm if call.form == _KNOWN else _shared_norm
+                norm = norm if _may_keep(weight, x.dtype) else _norm
                 kept, weight = norm(edges, weight, *options)
                 edges = edges if kept is None else kept
             return MessageInputs(edges, weight)
