@@ -69,7 +69,6 @@ def test_a_captured_step_takes_a_batch_of_features_on_weighted_edges():
     step = pyg_dfgnn.capture_step(model, loss, optimizers[1], data, forward=call)
     for k in range(8):
         data.x.normal_()
-        data.edge_weight.uniform_()
         optimizers[0].zero_grad()
         want = loss(call(plain, data), data)
         want.backward()

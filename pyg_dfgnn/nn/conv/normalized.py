@@ -12,7 +12,7 @@ from pyg_dfgnn.fallback import FEW, NO_DEVICE, SMALL, report_fallback
 from pyg_dfgnn.frontend.derived import EdgeDerived
 from pyg_dfgnn.graph import EdgeSet, Graph
 from pyg_dfgnn.graph.build import bounds_of, pull, refuse_ids
-from pyg_dfgnn.graph.derived import WeakEntry, version_of
+from pyg_dfgnn.graph.derived import version_of
 from pyg_dfgnn.graph.ends import Part
 from pyg_dfgnn.nn import conv_call
 from pyg_dfgnn.nn.conv.aggregation import NEW_NUMBERS, AggregationConv, MessageInputs, ProblemFields, is_matrix
@@ -59,39 +59,44 @@ def _checked_norm(edge_index: Tensor, weight: Tensor | None, num_nodes: int, *op
 
 
 _kept_norm = EdgeDerived(_checked_norm, most=32, are_fixed=True)
-_last: WeakEntry | None = None
-"""The last options and norm, of edges and weights that are new."""
+_last: tuple[Any, ...] | None = None
+"""Weak references to the last new edges and weights, what else their norm depends on, and the norm."""
 
 
-def _forget(ref: weakref.ref) -> None:
-    """Drop the last norm where what it was made of is gone."""
+def _forget(edges: weakref.ref) -> None:
+    """Drop the last norm where its edges are gone."""
     global _last
-    if _last is not None and any(ref is held for held in _last.refs):
+    if _last is not None and _last[0] is edges:
         _last = None
 
 
 def _shared_norm(edge_index: Tensor, weight: Tensor | None, *options: Any) -> list[Tensor | None]:
     """Return what :func:`_norm` does, once for all layers of a model."""
     global _last
-    anchors = (edge_index,) if weight is None else (edge_index, weight)
-    versions = [version_of(anchor) for anchor in anchors]
     stream = cuda_stream(edge_index.get_device()) if edge_index.is_cuda else None
+    key = edge_index._version, None if weight is None else weight._version, stream, *options
     # Another thread may replace it at any time.
     last = _last
-    if last is not None and last.is_of(anchors, versions) and last.value[0] == (stream, options):
-        return last.value[1]  # type: ignore[no-any-return]
-    with torch.inference_mode(False), torch.no_grad():
-        norm = _norm(edge_index, weight, *options)
-    _last = WeakEntry(((stream, options), norm), anchors, versions, _forget)
+    if last is not None and last[0]() is edge_index and last[1]() is weight and last[2] == key:
+        return last[3]  # type: ignore[no-any-return]
+    norm = _norm(edge_index, weight, *options)
+    _last = weakref.ref(edge_index, _forget), _no_weight if weight is None else weakref.ref(weight), key, norm
     return norm
 
 
-def _may_keep(weight: Tensor | None, dtype: torch.dtype) -> bool:
+def _no_weight() -> None:
+    """Stand in for a reference to weights."""
+
+
+def _may_keep(edge_index: Tensor, weight: Tensor | None, dtype: torch.dtype) -> bool:
     """Return whether the norm of edges is a function of them, and of weights that no gradient is asked of."""
-    if is_refilled() or (weight is not None and weight.requires_grad and torch.is_grad_enabled()):
-        return False
     # The dtype of other norms depends on autocast.
-    return dtype is torch.float32 and (weight is None or weight.dtype is torch.float32)
+    if dtype is not torch.float32 or is_refilled() or torch.is_inference_mode_enabled() or edge_index.is_inference():
+        return False
+    if weight is None:
+        return True
+    is_fixed = not (weight.requires_grad and torch.is_grad_enabled()) and not weight.is_inference()
+    return is_fixed and weight.dtype is torch.float32
 
 
 def _with_self_loops(
@@ -149,9 +154,9 @@ class NormalizedConv(AggregationConv):
 
     def _is_few(self, x: Any, edge_index: Any, edge: Tensor | None) -> bool:
         """Return whether operators of torch sum the numbers of known edges in less time than kernels."""
-        if not self.normalize or not self._follows_pyg or self._takes_cache:
+        if not self.normalize or not self._follows_pyg or self._takes_cache or not may_be_left(edge_index):
             return False
-        if is_refilled() or not may_be_left(edge_index):
+        if not isinstance(x, Tensor) or not _may_keep(edge_index, edge, x.dtype):
             return False
         if edge is None and self._count_hops() > 1:
             return False
@@ -235,7 +240,7 @@ class NormalizedConv(AggregationConv):
             if self.normalize:
                 options = x.size(-2), self.improved, self.add_self_loops, x.dtype
                 norm: Any = _kept_norm if call.form == _KNOWN else _shared_norm
-                norm = norm if _may_keep(weight, x.dtype) else _norm
+                norm = norm if _may_keep(edges, weight, x.dtype) else _norm
                 kept, weight = norm(edges, weight, *options)
                 edges = edges if kept is None else kept
             return MessageInputs(edges, weight)
