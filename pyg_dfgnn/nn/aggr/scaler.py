@@ -8,37 +8,50 @@ from torch_geometric.nn import aggr
 
 from pyg_dfgnn.nn import segment
 from pyg_dfgnn.nn.aggr.base import FusedAggregation
-from pyg_dfgnn.ops.segment import degree
+from pyg_dfgnn.ops.core import GraphLike
+from pyg_dfgnn.ops.segment import of_degrees
 from pyg_dfgnn.ops.visits import is_left
 
+_OF_DEGREES = {
+    "identity": torch.ones_like,
+    "amplification": lambda degrees: torch.log(degrees + 1),
+    # A group without elements divides by the factor of one element.
+    "attenuation": lambda degrees: torch.log(degrees.clamp(min=1) + 1).reciprocal(),
+    "linear": lambda degrees: degrees,
+    "inverse_linear": lambda degrees: degrees.clamp(min=1).reciprocal(),
+}
+"""Scaler -> its part that degrees decide; the other one is of the average."""
 
-def factors_of(scaler: aggr.DegreeScalerAggregation, degrees: Tensor) -> list[Tensor]:
-    """Return what each scaler multiplies the statistics of a group by.
+
+def factors_of(scaler: aggr.DegreeScalerAggregation, graph: GraphLike) -> Tensor:
+    """Return what each scaler multiplies the statistics of a group by, [G, S]; the graph keeps what is of degrees.
 
     Args:
         scaler: The aggregation, whose scalers and average degrees are read.
-        degrees: Number of elements of each group, float32 [G].
-
-    Returns:
-        Shape [G] per scaler.
+        graph: The groups, as its targets.
 
     Raises:
         ValueError: A scaler has an unknown name.
     """
-    linear, log = scaler.avg_deg_lin, scaler.avg_deg_log
-    # A group without elements divides by the factor of one element.
-    filled = degrees.clamp(min=1)
-    factors = {
-        "identity": lambda: torch.ones_like(degrees),
-        "amplification": lambda: torch.log(degrees + 1) / log,
-        "attenuation": lambda: log / torch.log(filled + 1),
-        "linear": lambda: degrees / linear,
-        "inverse_linear": lambda: linear / filled,
-    }
-    for name in scaler.scaler:
-        if name not in factors:
+    names = tuple(scaler.scaler)
+    for name in names:
+        if name not in _OF_DEGREES:
             raise ValueError(f"Unknown scaler '{name}'")
-    return [factors[name]() for name in scaler.scaler]
+
+    def of_degrees_alone(degrees: Tensor) -> Tensor:
+        return torch.stack([_OF_DEGREES[name](degrees) for name in names], dim=1)
+
+    linear, log = scaler.avg_deg_lin.view(()), scaler.avg_deg_log.view(())
+    averages = {
+        "identity": lambda: torch.ones_like(log),
+        "amplification": log.reciprocal,
+        "attenuation": lambda: log,
+        "linear": linear.reciprocal,
+        "inverse_linear": lambda: linear,
+    }
+    return of_degrees(graph, f"scalers {names}", "targets", of_degrees_alone) * torch.stack(
+        [averages[name]() for name in names]
+    )
 
 
 class DegreeScalerAggregation(FusedAggregation, aggr.DegreeScalerAggregation):
@@ -68,5 +81,5 @@ class DegreeScalerAggregation(FusedAggregation, aggr.DegreeScalerAggregation):
         out = self.aggr(x, index, ptr, dim_size, dim)
         size = [1] * out.dim()
         size[dim] = -1
-        factors = factors_of(self, degree(segment.graph_of(index, ptr, dim_size)))
-        return torch.cat([out * factor.to(out.dtype).view(size) for factor in factors], dim=-1)
+        factors = factors_of(self, segment.graph_of(index, ptr, dim_size)).to(out.dtype)
+        return torch.cat([out * factor.view(size) for factor in factors.unbind(1)], dim=-1)

@@ -16,7 +16,7 @@ from pyg_dfgnn.nn.conv.aggregation import AggregationConv, ProblemFields
 from pyg_dfgnn.nn.conv_call import ConvCall, adjacency_features
 from pyg_dfgnn.nn.gate import FusedConv, methods_of, statistics_of
 from pyg_dfgnn.nn.projection import is_plain_linear
-from pyg_dfgnn.ops.segment import aggregate, degree
+from pyg_dfgnn.ops.segment import aggregate, of_degrees
 from pyg_dfgnn.ops.visits import run_left
 
 
@@ -89,12 +89,12 @@ class PNAConv(AggregationConv, conv.PNAConv):
         graph, edge_attr, _ = FusedConv._edges(self, call, edge_dim=self.edge_dim)
         rows = x.view(-1, self.towers if self.divide_input else 1, self.F_in)
         out = self._statistics(graph, rows, edge_attr, call.part)
-        factors = torch.stack(factors_of(self.aggr_module, degree(graph)), dim=1).to(out.dtype)
-        outs = [
-            _scaled_layer(nn, rows[:, tower if self.divide_input else 0], out[:, tower], factors)
-            for tower, nn in enumerate(self.post_nns)
-        ]
-        return self.lin(torch.cat(outs, dim=1))
+        factors = factors_of(self.aggr_module, graph).to(out.dtype)
+        out = _scaled_layers([nn[0] for nn in self.post_nns], rows, out, factors)
+        further = [nn[1:] for nn in self.post_nns]
+        if len(further[0]):
+            out = torch.stack([layers(out[:, tower]) for tower, layers in enumerate(further)], dim=1)
+        return self.lin(out.flatten(1))
 
     def _statistics(self, graph: Graph | EdgeSet, rows: Tensor, edge_attr: Tensor | None, part: Part | None) -> Tensor:
         """Return the statistics of the messages, [N, towers, S * F_in].
@@ -119,10 +119,12 @@ class PNAConv(AggregationConv, conv.PNAConv):
         sent, message = _products(rows, to_source, bias), "copy" if edge is None else "add"
         sent = sent if part is None else part.exchange(sent)
         out = aggregate(graph, sent, names, message=message, edge=edge)
-        degrees = degree(graph)
-        has_edges = degrees.clamp(max=1)
-        shifts = {"sum": degrees, "var": torch.zeros_like(degrees), "std": torch.zeros_like(degrees)}
-        shift = torch.stack([shifts.get(name, has_edges) for name in names], dim=1).to(out.dtype)
+
+        def shifts(degrees: Tensor) -> Tensor:
+            own = {"sum": degrees, "var": torch.zeros_like(degrees), "std": torch.zeros_like(degrees)}
+            return torch.stack([own.get(name, degrees.clamp(max=1)) for name in names], dim=1)
+
+        shift = of_degrees(graph, f"shifts {names}", "targets", shifts).to(out.dtype)
         out = torch.addcmul(out, shift.unsqueeze(2), _products(rows, to_target).to(out.dtype).unsqueeze(1))
         return out.view(-1, len(names), self.towers, self.F_in).transpose(1, 2).flatten(2)
 
@@ -131,27 +133,25 @@ def _products(rows: Tensor, weights: Tensor, bias: Tensor | None = None) -> Tens
     """Return rows [N, T or 1, F] times the weight [T, F', F] of each tower, plus a bias [T * F'], side by side."""
     if rows.size(1) == 1:
         return F.linear(rows[:, 0], weights.flatten(0, 1), bias)
-    products = torch.einsum("ntf,tgf->ntg", rows, weights).flatten(1)
+    products = torch.bmm(rows.transpose(0, 1), weights.transpose(1, 2)).transpose(0, 1).flatten(1)
     return products if bias is None else products + bias.to(products.dtype)
 
 
-def _scaled_layer(nn: Sequence[Any], x: Tensor, stats: Tensor, factors: Tensor) -> Tensor:
-    r"""Return what the layers behind the aggregation make of `x` and the scaled statistics of a tower.
+def _scaled_layers(layers: Sequence[Any], rows: Tensor, stats: Tensor, factors: Tensor) -> Tensor:
+    r"""Return what the linear layer of each tower makes of features and the scaled statistics, [N, T, O].
 
-    .. math:: W [x, s_1 a, s_2 a, ...] = W_0 x + s_1 W_1 a + s_2 W_2 a + ...
+    .. math:: W [x, s_1 a, s_2 a, ...] + b = W_0 x + b + s_1 W_1 a + s_2 W_2 a + ...
 
     Args:
-        nn: The layers, of which the first is linear.
-        x: Features, [N, F].
-        stats: Statistics :math:`a`, [N, S * F].
+        layers: The layers.
+        rows: Features :math:`x`, [N, T or 1, F].
+        stats: Statistics :math:`a`, [N, T, S * F].
         factors: What each scaler multiplies by, [N, K].
     """
-    first, *further = nn
-    to_x, to_stats = first.weight.split([x.size(1), first.weight.size(1) - x.size(1)], dim=1)
-    count, outputs = factors.size(1), to_stats.size(0)
-    by_factor = to_stats.reshape(outputs, count, stats.size(1)).transpose(0, 1).flatten(0, 1)
-    parts = F.linear(stats, by_factor).view(-1, count, outputs)
-    out = F.linear(x, to_x, first.bias) + (parts * factors.unsqueeze(2)).sum(dim=1)
-    for layer in further:
-        out = layer(out)
-    return out
+    weights, bias = torch.stack([layer.weight for layer in layers]), torch.cat([layer.bias for layer in layers])
+    towers, outputs, width = weights.shape
+    to_x, to_stats = weights.split([rows.size(2), width - rows.size(2)], dim=2)
+    count = factors.size(1)
+    by_factor = to_stats.reshape(towers, outputs, count, -1).transpose(1, 2).flatten(1, 2)
+    parts = _products(stats, by_factor).view(-1, towers, count, outputs)
+    return _products(rows, to_x, bias).view(-1, towers, outputs) + (parts * factors.view(-1, 1, count, 1)).sum(dim=2)
