@@ -60,6 +60,8 @@ _overrides: dict[type, tuple[str, ...]] = {}
 _answers: dict[tuple[Any, ...], tuple[str, ...]] = {}
 _singles: dict[type, tuple[str, ...]] = {}
 """Class of an aggregation -> its statistics, where no option decides them."""
+_kinds: dict[tuple[tuple[type, Any], ...], tuple[str, ...]] = {}
+"""Classes of several aggregations, each with the option that stops gradients -> their statistics."""
 
 
 def methods_of(conv_type: type[MessagePassing]) -> tuple[Any, ...]:
@@ -179,23 +181,22 @@ def is_multiple(aggr_module: Any) -> bool:
 
 def statistics_of(aggr_module: Any) -> tuple[str, ...]:
     """Return the statistics that one of PyG's aggregation modules computes; empty where a kernel has none of them."""
-    # While torch.compile traces, a memory would be written to by what it traces, and be a fact to check at each call.
+    # While torch.compile traces, a memory would be a fact to check at each call.
     remembers = not torch.compiler.is_compiling()
     single = _singles.get(type(aggr_module)) if remembers else None
     if single is not None:
         return single
-    modules = aggr_module.aggrs if is_multiple(aggr_module) else (aggr_module,)
-    names = []
-    for module in modules:
-        kind = type(module)
-        name = _STATISTICS.get(kind if kind in _STATISTICS else upstream_of(kind))
-        if name is None or getattr(getattr(module, "var_aggr", module), "semi_grad", False):
-            return ()
-        names.append(name)
-    has_option = hasattr(modules[0], "semi_grad") or hasattr(modules[0], "var_aggr")
-    if modules[0] is aggr_module and not has_option and remembers:
-        _singles[type(aggr_module)] = (names[0],)
-    return tuple(names)
+    modules = (aggr_module,) if not is_multiple(aggr_module) else aggr_module._modules["aggrs"]._modules.values()
+    kinds = tuple([(type(x), x._modules.get("var_aggr", x).__dict__.get("semi_grad")) for x in modules])
+    if remembers and kinds in _kinds:
+        return _kinds[kinds]
+    found: list[Any] = [not stops and (_STATISTICS.get(x) or _STATISTICS.get(upstream_of(x))) for x, stops in kinds]
+    names = tuple(found) if all(found) else ()
+    if remembers and kinds == ((type(aggr_module), None),):
+        _singles[type(aggr_module)] = names
+    elif remembers:
+        _kinds[kinds] = names
+    return names
 
 
 def repetition_reasons(aggr_module: Any) -> list[str]:

@@ -357,11 +357,6 @@ def _counted_degrees(edges: EdgeSet, domain: str) -> Tensor:
     return degrees
 
 
-def degree(graph: GraphLike) -> Tensor:
-    """Return the number of edges of each target, float32 [N_dst]; a graph whose edges stay keeps it."""
-    return of_degrees(graph, "degree", "targets", lambda counts: counts)
-
-
 def _at_rows(graph: Graph, values: Tensor) -> Tensor:
     """Return the values [G, F] of the group of each row, [E, F]."""
     return values.index_select(0, graph.csc.col)

@@ -193,6 +193,25 @@ def test_small_sums_are_left_unless_pygs_code_makes_their_edges(kind, is_few):
 
 
 @needs_compiler
+@pytest.mark.parametrize(
+    ("options", "takes_new"), [({}, False), ({"towers": 2}, True), ({"edge_dim": 3}, True)], ids=str
+)
+def test_long_sums_take_kernels_on_new_edges_too(options, takes_new):
+    degrees = torch.tensor([0, 3, 4, 5])
+    conv = pyg.PNAConv(FEATURES, 4, ["mean", "max", "std"], ["identity", "attenuation"], degrees, **options)
+    given = [torch.randn(30, FEATURES), edges(), *([torch.randn(90, 3)] if "edge_dim" in options else [])]
+    want = conv(*given)
+    pyg_dfgnn.accelerate(conv)
+    counts = []
+    with emulated_device() as launched:
+        for _ in range(4):
+            before = len(launched)
+            torch.testing.assert_close(conv(*given), want, **elementwise("float32/gradients"))
+            counts.append(len(launched) > before)
+    assert counts == [takes_new, takes_new, True, True]
+
+
+@needs_compiler
 @pytest.mark.parametrize(("name", "is_small"), [("SumAggregation", True), ("SoftmaxAggregation", False)])
 def test_small_sums_of_groups_are_left_and_softmaxes_are_not(name, is_small):
     layer, x, index = getattr(pyg_dfgnn.nn.aggr, name)(), torch.randn(40, FEATURES), torch.randint(5, (40,))

@@ -14,7 +14,7 @@ from pyg_dfgnn.graph.ends import Part
 from pyg_dfgnn.nn.aggr.scaler import factors_of
 from pyg_dfgnn.nn.conv.aggregation import AggregationConv, ProblemFields
 from pyg_dfgnn.nn.conv_call import ConvCall, adjacency_features
-from pyg_dfgnn.nn.gate import FusedConv, methods_of, statistics_of
+from pyg_dfgnn.nn.gate import FusedConv, edges_lack_kernels, methods_of, statistics_of
 from pyg_dfgnn.nn.projection import is_plain_linear
 from pyg_dfgnn.ops.segment import aggregate, of_degrees
 from pyg_dfgnn.ops.visits import run_left
@@ -76,6 +76,13 @@ class PNAConv(AggregationConv, conv.PNAConv):
         if self._is_part(edge_index):
             return self._ask_part(self._problem_fields(), x, edge_index, edge_attr, **options)
         return self._gate(self._problem_fields(), (x, x), edge_index, edge_attr, **options)
+
+    def _is_left(self, x: Any, edge_index: Any, edge: Tensor | None = None) -> bool:
+        # PyG launches so much for several towers, or for edges, that kernels take new edges in less time.
+        is_long = self.towers > 1 or self.edge_dim is not None
+        if is_long and not torch.compiler.is_compiling() and not edges_lack_kernels(edge_index):
+            return False
+        return super()._is_left(x, edge_index, edge)
 
     def forward(self, x: Tensor, edge_index: Adj | Graph, edge_attr: OptTensor = None) -> Tensor:
         """PyG's forward, also on a `Graph`; see `torch_geometric.nn.PNAConv.forward`."""
