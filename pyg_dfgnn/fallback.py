@@ -48,6 +48,12 @@ def log_once(name: str, reasons: tuple[str, ...]) -> None:
             logger.warning("%s takes PyG's own path: %s", name, reason)
 
 
+def is_told_of_cpu() -> bool:
+    """Return whether nobody is to be told, or told again, that tensors on a CPU are PyG's."""
+    fallback = current().fallback
+    return fallback == "silent" or (fallback == "log" and ("", ON_CPU) in logged)
+
+
 def report_fallback(name: str, reasons: Sequence[str]) -> None:
     """Tell the user, as `settings(fallback=...)` asks, why PyG's own code takes a call of a layer.
 

@@ -11,6 +11,7 @@ import torch
 from pyg_dfgnn.errors import check_type
 from pyg_dfgnn.nn.gate import FusedConv
 from pyg_dfgnn.nn.messages import Mark
+from pyg_dfgnn.nn.on_cpu import Shortcut
 from pyg_dfgnn.nn.owned import OfLayers
 from pyg_dfgnn.nn.registry import layer_rows
 from pyg_dfgnn.nn.scripted import Scripted
@@ -166,5 +167,6 @@ at_start(_clear)
 swap(Scripted, "__call__", _call)
 swap(Mark, "call", _call_marked)
 swap(Mark, "may_be_quiet", False)
+swap(Shortcut, "is_open", False)
 swap(FusedConv, "_fall_back", _fall_back)
 swap(gemm, "project", _project)

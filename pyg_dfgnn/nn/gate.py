@@ -1,8 +1,6 @@
 """The gate in front of every fused forward: whether it takes a call, or every reason why PyG's own forward does."""
 
-import threading
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from operator import attrgetter, itemgetter
 from typing import Any, TypeGuard
@@ -17,17 +15,18 @@ from torch_geometric.typing import Adj
 
 from pyg_dfgnn.dispatch.core import fused_device_types
 from pyg_dfgnn.errors import UnsupportedError
-from pyg_dfgnn.fallback import FEW, NO_DEVICE, SMALL, report_fallback
+from pyg_dfgnn.fallback import CPU, FEW, NO_DEVICE, SMALL, report_fallback
 from pyg_dfgnn.graph import EdgeSet, Graph
 from pyg_dfgnn.nn import conv_call
 from pyg_dfgnn.nn.captured_forward import run_pygs_on_part, torch_reasons
 from pyg_dfgnn.nn.conv_call import ConvCall
-from pyg_dfgnn.nn.registry import Description, floating, set_propagate, shown, upstream_of
+from pyg_dfgnn.nn.on_cpu import call_on_cpu
+from pyg_dfgnn.nn.registry import Description, described, floating, is_described, set_propagate, shown, upstream_of
 from pyg_dfgnn.nn.scripted import Scripted
 from pyg_dfgnn.ops.eager import PLAIN, is_eager
 from pyg_dfgnn.ops.graph import may_run_again, unmeasured_graph
 from pyg_dfgnn.ops.visits import is_compiled_few, may_be_few, run_left
-from pyg_dfgnn.settings import current, local_settings
+from pyg_dfgnn.settings import current
 from pyg_dfgnn.torch_private import FakeTensor, are_transforms_active, forward_ad, has_any_global_hook, is_tracing
 
 METHODS = ("message", "aggregate", "update", "edge_update", "message_and_aggregate")
@@ -94,41 +93,18 @@ def finalize_dtype(out: Tensor, dtype: torch.dtype, mean_of_heads: bool) -> Tens
     return out.mean(dim=1) if mean_of_heads else out
 
 
-class _Description(threading.local):
-    """Whether this thread describes calls, which wants every reason."""
-
-    is_made = False
-
-
-_description = _Description()
-
-
-@contextmanager
-def described() -> Iterator[None]:
-    """Ask for every reason against the fused forward in the block, and measure edges at once."""
-    before, _description.is_made = _description.is_made, True
-    try:
-        with local_settings(check_ids="now"):
-            yield
-    finally:
-        _description.is_made = before
-
-
-def is_described() -> bool:
-    """Return whether every reason is asked for, and not only whether there is one."""
-    return _description.is_made
-
-
 def lacks_kernels(x: Tensor) -> bool:
     """Return whether a call is PyG's because of the device of its features, whatever else may be against it."""
-    if x.device.type in fused_device_types or _description.is_made:
+    if x.device.type in fused_device_types or is_described():
         return False
     return current().fallback != "error"
 
 
 def edges_lack_kernels(edge_index: Any) -> TypeGuard[Tensor]:
     """Return whether edges in a tensor are on a device without kernels, so that nothing else has to be asked."""
-    return type(edge_index) is Tensor and not torch.compiler.is_compiling() and lacks_kernels(edge_index)
+    if type(edge_index) is not Tensor or edge_index.is_cuda or torch.compiler.is_compiling():
+        return False
+    return lacks_kernels(edge_index)
 
 
 # Marked constant: torch.compile runs these functions while it traces and leaves nothing of them in the graph.
@@ -447,8 +423,11 @@ class FusedConv(Scripted, MessagePassing):
             TypeError: The edges are of a distributed graph.
             ValueError: A `Graph` has other numbers of nodes than x or `size`.
         """
-        compiling = torch.compiler.is_compiling()
         is_plain = type(edge_index) is Tensor and edge_index.layout is torch.strided
+        if is_plain and not edge_index.is_cuda and "cpu" not in fused_device_types:
+            if (call := call_on_cpu(edge_index)) is not None:
+                return call
+        compiling = torch.compiler.is_compiling()
         form = "tensor" if is_plain else conv_call.form_of(edge_index)
         first, second = nodes
         x = first if first is not None else second
@@ -550,6 +529,9 @@ class FusedConv(Scripted, MessagePassing):
             kwargs: Further ones.
         """
         edge_index, is_left = call.edge_index, call.reasons is FEW
+        if call.reasons is CPU:
+            # Users have been told.
+            return run_left(super().forward, x, *before, edge_index, *args, **kwargs)
         if call.form == "PartitionedEdges":
             against = [*torch_reasons(), *(each for each in call.reasons if each != _ON_PART)]
             given = (x, *before, edge_index, *args), kwargs, edge_index

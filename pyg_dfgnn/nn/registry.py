@@ -1,7 +1,9 @@
 """Which class stands for which of PyG's, as data that every family of layers adds to, and what is said of a layer."""
 
 import copy
+import threading
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from inspect import signature
 from typing import Any, NamedTuple, cast
@@ -10,7 +12,7 @@ import torch
 from torch import Tensor
 from torch_geometric.nn import MessagePassing
 
-from pyg_dfgnn.settings import current
+from pyg_dfgnn.settings import current, local_settings
 from pyg_dfgnn.torch_private import tree_leaves
 
 DROP_INS: dict[type[torch.nn.Module], type[torch.nn.Module]] = {}
@@ -27,6 +29,10 @@ CONTAINERS: dict[type[torch.nn.Module], type[torch.nn.Module]] = {}
 """Modules of PyG that call several layers, each of which has a drop-in of its own, and ours in their place."""
 
 
+_upstreams: dict[type, type] = {}
+"""Drop-ins that have been asked about, and the classes that they stand for."""
+
+
 MARK = "_pyg_dfgnn_compiled"
 """Attribute of layers whose messages are compiled: see :mod:`pyg_dfgnn.nn.messages`."""
 
@@ -38,11 +44,14 @@ def drop_ins() -> dict[type[torch.nn.Module], type[torch.nn.Module]]:
 
 def upstream_of(kind: type) -> type:
     """Return the class, PyG's or torch's, that a drop-in stands for; any other class itself."""
-    if kind not in DROP_INS:
-        for table in (DROP_INS, LINEAR_DROP_INS, CONTAINERS):
-            for upstream, drop_in in table.items():
-                if drop_in is kind:
-                    return upstream
+    known = _upstreams.get(kind)
+    if known is not None or kind in DROP_INS:
+        return known or kind
+    for table in (DROP_INS, LINEAR_DROP_INS, CONTAINERS):
+        for upstream, drop_in in table.items():
+            if drop_in is kind:
+                _upstreams[kind] = upstream
+                return upstream
     return kind
 
 
@@ -204,3 +213,28 @@ def layer_rows(model: torch.nn.Module) -> Iterator[tuple[Any, LayerReport]]:
 
 def _of(kind: type) -> str:
     return f"{'PyG' if kind.__module__.startswith('torch_geometric') else 'torch'}'s {kind.__name__}"
+
+
+class _Description(threading.local):
+    """Whether this thread describes calls, which wants every reason."""
+
+    is_made = False
+
+
+_description = _Description()
+
+
+@contextmanager
+def described() -> Iterator[None]:
+    """Ask for every reason against the fused forward in the block, and measure edges at once."""
+    before, _description.is_made = _description.is_made, True
+    try:
+        with local_settings(check_ids="now"):
+            yield
+    finally:
+        _description.is_made = before
+
+
+def is_described() -> bool:
+    """Return whether every reason is asked for, and not only whether there is one."""
+    return _description.is_made

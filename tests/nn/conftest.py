@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from pyg_dfgnn import fallback
-from pyg_dfgnn.nn import gate
+from pyg_dfgnn.nn import gate, on_cpu
 from pyg_dfgnn.nn.conv.aggregation import AggregationConv
 from pyg_dfgnn.nn.conv.attention import AttentionConv
 from pyg_dfgnn.nn.conv.relational import RelationalConv
@@ -19,7 +19,8 @@ from tests.nn.convs import FEATURES, NUM_NODES
 @pytest.fixture
 def fused_on_cpu(monkeypatch):
     """Take the device and the kernels out of the gate: the ops then run their reference path behind the real Graph."""
-    monkeypatch.setattr(gate, "fused_device_types", {"cpu", "cuda"})
+    for module in (gate, on_cpu):
+        monkeypatch.setattr(module, "fused_device_types", {"cpu", "cuda"})
     for family in (AggregationConv, AttentionConv, RelationalConv, TypedLayer):
         monkeypatch.setattr(family, "_reasons_against", staticmethod(lambda problem: ()))
 

@@ -97,7 +97,7 @@ def test_on_a_cpu_pygs_code_runs(name):
     conv, other, args = make(name), make(name, pyg), arguments(name)
     other.load_state_dict(conv.state_dict())
     assert reasons_of(conv, *args, device="cuda") == []
-    assert conv._call(*args).reasons == ["the tensors are not on a CUDA device"]
+    assert list(conv._call(*args).reasons) == ["the tensors are not on a CUDA device"]
     torch.testing.assert_close(conv(*args), other(*args), rtol=0, atol=0)
 
 

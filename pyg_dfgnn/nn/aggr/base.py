@@ -9,6 +9,7 @@ from torch_geometric.nn import aggr
 
 from pyg_dfgnn.dispatch.core import device_reasons
 from pyg_dfgnn.nn import segment
+from pyg_dfgnn.nn.on_cpu import is_on_cpu
 from pyg_dfgnn.nn.registry import DROP_INS, Description, keep_signature
 from pyg_dfgnn.nn.scripted import Scripted
 from pyg_dfgnn.ops.visits import is_left
@@ -76,7 +77,8 @@ class FusedAggregation(Scripted, aggr.Aggregation):
         reduce: str = "sum",
     ) -> Tensor:
         """PyG's `Aggregation.reduce` in one fused gather."""
-        if is_left():
+        # As `is_pygs` does: a layer may reduce often, and each function that a call enters costs the host.
+        if is_left() or (type(x) is Tensor and not x.is_cuda and is_on_cpu(x)):
             return super().reduce(x, index, ptr, dim_size, dim, reduce)
         if ptr is not None and self._deterministic:
             index = None

@@ -9,7 +9,7 @@ from torch_geometric.nn import aggr
 
 from pyg_dfgnn.nn import segment
 from pyg_dfgnn.nn.aggr.base import FusedAggregation
-from pyg_dfgnn.ops.visits import is_left
+from pyg_dfgnn.nn.on_cpu import is_pygs
 
 
 class SumAggregation(FusedAggregation, aggr.SumAggregation):
@@ -53,7 +53,7 @@ class _Deviation(FusedAggregation):
     ) -> Tensor:
         """PyG's forward; see that of the class of this name in `torch_geometric.nn.aggr`."""
         variance: Any = getattr(self, "var_aggr", self)
-        if is_left() or variance.semi_grad or not self._takes(x, index, ptr, dim_size, dim, self._stats):
+        if is_pygs(x) or variance.semi_grad or not self._takes(x, index, ptr, dim_size, dim, self._stats):
             return super().forward(x, index, ptr, dim_size, dim)
         return segment.reduce(x, index, ptr, dim_size, dim, self._stats)[0]
 
@@ -84,7 +84,7 @@ class SoftmaxAggregation(FusedAggregation, aggr.SoftmaxAggregation):
         dim: int = -2,
     ) -> Tensor:
         """PyG's forward; see `torch_geometric.nn.aggr.SoftmaxAggregation.forward`."""
-        if is_left() or not self._takes(x, index, ptr, dim_size, dim, ("sum",)):
+        if is_pygs(x) or not self._takes(x, index, ptr, dim_size, dim, ("sum",)):
             return super().forward(x, index, ptr, dim_size, dim)
         t: Any = self.t
         if self.channels != 1:

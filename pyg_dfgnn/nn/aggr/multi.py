@@ -10,7 +10,7 @@ from pyg_dfgnn.fallback import report_fallback
 from pyg_dfgnn.nn import segment
 from pyg_dfgnn.nn.aggr.base import FusedAggregation
 from pyg_dfgnn.nn.gate import is_multiple, repetition_reasons, statistics_of
-from pyg_dfgnn.ops.visits import is_left
+from pyg_dfgnn.nn.on_cpu import is_pygs
 
 
 def statistic_of(module: nn.Module) -> str | None:
@@ -41,7 +41,7 @@ class MultiAggregation(FusedAggregation, aggr.MultiAggregation):
         dim: int = -2,
     ) -> Tensor:
         """PyG's forward; see `torch_geometric.nn.aggr.MultiAggregation.forward`."""
-        if is_left():
+        if is_pygs(x):
             return super().forward(x, index, ptr, dim_size, dim)
         repetitions = repetition_reasons(self)
         if repetitions:

@@ -8,9 +8,9 @@ from torch_geometric.nn import aggr
 
 from pyg_dfgnn.nn import segment
 from pyg_dfgnn.nn.aggr.base import FusedAggregation
+from pyg_dfgnn.nn.on_cpu import is_pygs
 from pyg_dfgnn.ops.core import GraphLike
 from pyg_dfgnn.ops.segment import of_degrees
-from pyg_dfgnn.ops.visits import is_left
 
 _OF_DEGREES = {
     "identity": torch.ones_like,
@@ -73,7 +73,7 @@ class DegreeScalerAggregation(FusedAggregation, aggr.DegreeScalerAggregation):
         dim: int = -2,
     ) -> Tensor:
         """PyG's forward; see `torch_geometric.nn.aggr.DegreeScalerAggregation.forward`."""
-        if is_left():
+        if is_pygs(x):
             return super().forward(x, index, ptr, dim_size, dim)
         self.assert_index_present(index)
         if not self._takes(x, index, ptr, dim_size, dim, ()):

@@ -14,7 +14,7 @@ from pyg_dfgnn.graph.relations import one_relation
 from pyg_dfgnn.ir.layers import Layer
 from pyg_dfgnn.nn.conv.relational import FEW_RELATIONS, EdgeRows, RelationalConv
 from pyg_dfgnn.nn.conv_call import ConvCall
-from pyg_dfgnn.nn.gate import has_hooks, methods_of, statistics_of
+from pyg_dfgnn.nn.gate import edges_lack_kernels, has_hooks, methods_of, statistics_of
 from pyg_dfgnn.nn.projection import is_plain_linear
 from pyg_dfgnn.ops.relational import RowSet
 from pyg_dfgnn.ops.visits import run_left
@@ -66,7 +66,7 @@ class FiLMConv(RelationalConv, conv.FiLMConv):
     def _call(self, x: Tensor | PairTensor, edge_index: Adj | Graph, edge_type: OptTensor = None) -> ConvCall:
         nodes = (x, x) if isinstance(x, Tensor) else tuple(x)
         reasons = [] if activation_of(self.act) is not None else [f"the activation {self.act}"]
-        if not all(map(is_plain_linear, (*self.lins, *self.films))):
+        if not edges_lack_kernels(edge_index) and not all(map(is_plain_linear, (*self.lins, *self.films))):
             reasons.append("lins or films are other layers than PyG's, or have no weight before the first call")
         nodes = nodes if self.flow == "source_to_target" else nodes[::-1]
         return self._check_support(

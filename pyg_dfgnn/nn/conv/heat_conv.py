@@ -15,7 +15,7 @@ from pyg_dfgnn.ir.layers import Layer
 from pyg_dfgnn.nn.conv.relational import EdgeRows, RelationalConv
 from pyg_dfgnn.nn.conv_call import ConvCall, num_edges
 from pyg_dfgnn.nn.dense.hetero_linear import FEW_TYPES, HETERO_LINEAR, typed_rows
-from pyg_dfgnn.nn.gate import finalize_dtype, is_plain_layer, methods_of, promoted_dtype
+from pyg_dfgnn.nn.gate import edges_lack_kernels, finalize_dtype, is_plain_layer, methods_of, promoted_dtype
 from pyg_dfgnn.nn.projection import is_plain_linear
 from pyg_dfgnn.nn.relational_program import kept_by_dropout, run
 
@@ -37,9 +37,10 @@ class HEATConv(RelationalConv, conv.HEATConv):
         self, x: Tensor, edge_index: Adj | Graph, node_type: Tensor, edge_type: Tensor, edge_attr: OptTensor = None
     ) -> ConvCall:
         reasons = [] if edge_attr is not None else ["edge_attr is missing"]
-        if not all(map(is_plain_linear, (self.att, self.lin))):
+        lacks_kernels = edges_lack_kernels(edge_index)
+        if not lacks_kernels and not all(map(is_plain_linear, (self.att, self.lin))):
             reasons.append("att or lin is another layer than PyG's")
-        if not is_plain_layer(self.hetero_lin, HETERO_LINEAR):
+        if not lacks_kernels and not is_plain_layer(self.hetero_lin, HETERO_LINEAR):
             reasons.append("hetero_lin is another layer than PyG's, or has no weight before the first call")
         if type(self.edge_type_emb) is not Embedding or self.edge_type_emb.max_norm is not None:
             reasons.append("edge_type_emb is another layer than PyG's")

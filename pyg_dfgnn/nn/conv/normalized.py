@@ -17,7 +17,9 @@ from pyg_dfgnn.graph.ends import Part
 from pyg_dfgnn.nn import conv_call
 from pyg_dfgnn.nn.conv.aggregation import NEW_NUMBERS, AggregationConv, MessageInputs, ProblemFields, is_matrix
 from pyg_dfgnn.nn.conv_call import ConvCall
-from pyg_dfgnn.nn.gate import NO_MATRIX, edges_lack_kernels, is_described, statistics_of
+from pyg_dfgnn.nn.gate import NO_MATRIX, edges_lack_kernels, statistics_of
+from pyg_dfgnn.nn.on_cpu import call_on_cpu
+from pyg_dfgnn.nn.registry import is_described
 from pyg_dfgnn.ops.segment import aggregate, inverse_root_degree, symmetric_norm
 from pyg_dfgnn.ops.visits import is_compiled_few, is_new, is_new_outside_captures, is_refilled, may_be_left
 from pyg_dfgnn.torch_private import cuda_stream
@@ -186,6 +188,8 @@ class NormalizedConv(AggregationConv):
 
     def _ask_normalized(self, x: Any, edge_index: Any, edge_weight: Tensor | None, *reasons: str) -> ConvCall:
         """Ask the gate about a call whose edges are to be normalised, if the conv does so."""
+        if type(edge_index) is Tensor and not edge_index.is_cuda and (call := call_on_cpu(edge_index)) is not None:
+            return call
         is_rows = isinstance(x, Tensor) and x.dim() == 2
         is_batch = type(edge_index) is Tensor and edge_index.is_cuda and isinstance(x, Tensor) and not is_rows
         few = _KNOWN if is_batch else self._form_of_few(x, edge_index, edge_weight) if is_rows else None

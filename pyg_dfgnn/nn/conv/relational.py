@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch_geometric.typing import Adj, OptTensor
 
-from pyg_dfgnn.fallback import FEW, NO_DEVICE
+from pyg_dfgnn.fallback import CPU, FEW, NO_DEVICE, is_told_of_cpu
 from pyg_dfgnn.graph import Graph
 from pyg_dfgnn.ir import DensePairs
 from pyg_dfgnn.ir.layers import Layer
@@ -176,6 +176,12 @@ class RelationalConv(FusedConv):
         Returns:
             The call, with its reasons.
         """
+        if edges_lack_kernels(edge_index):
+            wrong = conv_call.id_reasons(edge_index)
+            if typed and edge_index.layout is torch.strided:
+                wrong += _type_reasons(edge_type)
+            known = not wrong and is_told_of_cpu()
+            return ConvCall(CPU if known else [NO_DEVICE, *wrong], (), edge_index, "tensor", edge_type=edge_type)
         is_new, loops = not reasons and self._are_new((edge_index,)), self._loops()
         is_pygs = is_new and not loops and self._are_few((edge_index,), MEASURED_NUMBERS)
         # The edges of a captured step are new in each batch, and it cannot wait.
@@ -185,11 +191,6 @@ class RelationalConv(FusedConv):
         is_pygs = is_pygs or (is_new and not on_pairs and self._are_few((edge_index,), LISTED_NUMBERS))
         if is_pygs or self._is_compiled(edge_index):
             return ConvCall(FEW, (), edge_index, "tensor", edge_type=edge_type)
-        if edges_lack_kernels(edge_index):
-            wrong = conv_call.id_reasons(edge_index)
-            if typed and edge_index.layout is torch.strided:
-                wrong += _type_reasons(edge_type)
-            return ConvCall([NO_DEVICE, *wrong], (), edge_index, "tensor", edge_type=edge_type)
         against = [*reasons, *self._parameter_reasons(nodes[0], weight)]
         form = conv_call.form_of(edge_index)
         if form in conv_call.FORMS and form not in self._forms:

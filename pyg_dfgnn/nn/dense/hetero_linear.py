@@ -14,6 +14,7 @@ from pyg_dfgnn.graph import Graph
 from pyg_dfgnn.ir import IndexSpace
 from pyg_dfgnn.nn.dense.linear import Linear
 from pyg_dfgnn.nn.gate import export_reasons, is_plain_layer, reasons_on_device, storage_dtype
+from pyg_dfgnn.nn.on_cpu import is_on_cpu
 from pyg_dfgnn.nn.registry import Description, shown
 from pyg_dfgnn.nn.relational_program import RelationalProblem, dtype_reasons, explain, reasons_of_problem, run
 from pyg_dfgnn.nn.scripted import Scripted
@@ -122,7 +123,7 @@ class HeteroLinear(TypedLayer, dense.HeteroLinear):
 
     def forward(self, x: Tensor, type_vec: Tensor) -> Tensor:
         """PyG's forward; see `torch_geometric.nn.HeteroLinear.forward`."""
-        if is_left():
+        if is_left() or (is_on_cpu(x) and type_vec.dtype is torch.int64 and type_vec.shape == x.shape[:1]):
             return super().forward(x, type_vec)  # type: ignore[no-any-return]
         taker = None if torch.compiler.is_compiling() else self._taker_of_new(x)
         if taker is not None and self._is_new(x, type_vec):
