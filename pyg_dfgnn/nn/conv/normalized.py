@@ -75,6 +75,9 @@ def _forget(edges: weakref.ref) -> None:
 def _shared_norm(edge_index: Tensor, weight: Tensor | None, *options: Any) -> list[Tensor | None]:
     """Return what :func:`_norm` does, once for all layers of a model."""
     global _last
+    if edge_index.is_cuda and torch.cuda.is_current_stream_capturing():
+        # Between replays weights may be written anew, and what a capture computes is there after the first one.
+        return _norm(edge_index, weight, *options)
     stream = cuda_stream(edge_index.get_device()) if edge_index.is_cuda else None
     key = edge_index._version, None if weight is None else weight._version, stream, *options
     # Another thread may replace it at any time.
