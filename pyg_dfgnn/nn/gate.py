@@ -529,7 +529,7 @@ class FusedConv(Scripted, MessagePassing):
             kwargs: Further ones.
         """
         edge_index, is_left = call.edge_index, call.reasons is FEW
-        if call.reasons is CPU:
+        if call.reasons is CPU and call.form == "tensor":
             # Users have been told.
             return run_left(super().forward, x, *before, edge_index, *args, **kwargs)
         if call.form == "PartitionedEdges":
