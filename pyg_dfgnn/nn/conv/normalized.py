@@ -195,13 +195,13 @@ class NormalizedConv(AggregationConv):
             return call
         is_rows = isinstance(x, Tensor) and x.dim() == 2
         is_batch = type(edge_index) is Tensor and edge_index.is_cuda and isinstance(x, Tensor) and not is_rows
-        few = _KNOWN if is_batch else self._form_of_few(x, edge_index, edge_weight) if is_rows else None
-        if few is not None and not reasons and not is_described():
+        few = self._form_of_few(x, edge_index, edge_weight) if is_rows else None
+        if (few is not None or is_batch) and not reasons and not is_described():
             why = _BATCHED if is_batch else FEW
-            if not self._takes_operators(edge_index, x, x):
+            if few is not _KNOWN and not self._takes_operators(edge_index, x, x):
                 return ConvCall(why, (), edge_index, "tensor")
             report_fallback(type(self).__name__, why)
-            return ConvCall((), (), edge_index, few, edge_weight)
+            return ConvCall((), (), edge_index, few or _KNOWN, edge_weight)
         if edges_lack_kernels(edge_index):
             return ConvCall([NO_DEVICE, *conv_call.id_reasons(edge_index)], (), edge_index, "tensor")
         against, loops = list(reasons), self.normalize and self.add_self_loops
@@ -218,7 +218,7 @@ class NormalizedConv(AggregationConv):
         is_bare = form == "SparseTensor" and not edge_index.has_value() and not self.improved
         if is_matrix(form) and loops and not (is_bare and self._is_by_node(None)):
             against.append("self-loops added to the values of a sparse adjacency")
-        if few is not None and not is_batch:
+        if few is not None:
             against.append(SMALL)
         # Each hop is a call of ours, where torch.compile joins what PyG launches.
         is_compiled = form == "tensor" and x is not None and is_compiled_few(edge_index, x.size(1))
