@@ -9,6 +9,7 @@ from torch_geometric.nn import conv as pyg
 
 import pyg_dfgnn
 from pyg_dfgnn.errors import IdRangeError
+from pyg_dfgnn.nn import on_cpu
 from pyg_dfgnn.ops import visits
 from pyg_dfgnn.reference.tolerances import elementwise
 from pyg_dfgnn.settings import Settings, current
@@ -30,6 +31,7 @@ CONVS = {
 def on_any_device(monkeypatch):
     """Take edges on a CPU for those on a GPU."""
     monkeypatch.setattr(visits, "may_be_few", lambda _: current().leaves_few)
+    monkeypatch.setattr(on_cpu.Shortcut, "is_open", False)
 
 
 def edges():

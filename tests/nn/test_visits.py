@@ -10,6 +10,7 @@ from torch_geometric.nn import conv as pyg
 
 import pyg_dfgnn
 from pyg_dfgnn.errors import IdRangeError, UnsupportedError
+from pyg_dfgnn.nn import on_cpu
 from pyg_dfgnn.nn.conv import hetero, normalized, relational
 from pyg_dfgnn.nn.dense import hetero_linear
 from pyg_dfgnn.ops import visits
@@ -28,6 +29,7 @@ SETTINGS = Settings()
 def on_any_device(monkeypatch):
     """Take edges on a CPU for those on a GPU."""
     monkeypatch.setattr(visits, "may_be_few", lambda _: current().leaves_few)
+    monkeypatch.setattr(on_cpu.Shortcut, "is_open", False)
     yield
     visits._visits.clear()
     visits._last = visits._NONE
