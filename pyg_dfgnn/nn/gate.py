@@ -162,13 +162,14 @@ def statistics_of(aggr_module: Any) -> tuple[str, ...]:
     single = _singles.get(type(aggr_module)) if remembers else None
     if single is not None:
         return single
-    modules = (aggr_module,) if not is_multiple(aggr_module) else aggr_module._modules["aggrs"]._modules.values()
+    several = is_multiple(aggr_module)
+    modules = aggr_module._modules["aggrs"]._modules.values() if several else (aggr_module,)
     kinds = tuple([(type(x), x._modules.get("var_aggr", x).__dict__.get("semi_grad")) for x in modules])
     if remembers and kinds in _kinds:
         return _kinds[kinds]
     found: list[Any] = [not stops and (_STATISTICS.get(x) or _STATISTICS.get(upstream_of(x))) for x, stops in kinds]
     names = tuple(found) if all(found) else ()
-    if remembers and kinds == ((type(aggr_module), None),):
+    if remembers and not several and kinds[0][1] is None:
         _singles[type(aggr_module)] = names
     elif remembers:
         _kinds[kinds] = names
@@ -425,7 +426,7 @@ class FusedConv(Scripted, MessagePassing):
         """
         is_plain = type(edge_index) is Tensor and edge_index.layout is torch.strided
         if is_plain and not edge_index.is_cuda and "cpu" not in fused_device_types:
-            if (call := call_on_cpu(edge_index)) is not None:
+            if not getattr(nodes[0], "is_cuda", False) and (call := call_on_cpu(edge_index)) is not None:
                 return call
         compiling = torch.compiler.is_compiling()
         form = "tensor" if is_plain else conv_call.form_of(edge_index)

@@ -149,7 +149,7 @@ class Mark:
             if not is_few:
                 self.new = self.new + 1 if visit == 1 else 0
                 most, quiet = edges.numel(), min(self.new // 4, _QUIET)
-                most = max(most, self.most) if quiet else most
+                most = max(most, self.most) if quiet and self.on_gpu else most
         elif edges is not None and backend().devices is not None and lacks_kernels(edges):
             report_fallback(self.kind.__name__, CPU)
             is_left, most, quiet = True, sys.maxsize, _QUIET

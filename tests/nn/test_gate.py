@@ -19,7 +19,7 @@ from pyg_dfgnn import Graph
 from pyg_dfgnn.errors import UnsupportedError
 from pyg_dfgnn.fallback import NO_DEVICE, ON_CPU
 from pyg_dfgnn.nn.conv.attention import AttentionConv
-from pyg_dfgnn.nn.gate import HOOKS, METHODS
+from pyg_dfgnn.nn.gate import HOOKS, METHODS, statistics_of
 from pyg_dfgnn.reference.tolerances import elementwise
 from tests.covering import over
 from tests.kernels.emulated import emulated_device
@@ -175,6 +175,12 @@ def test_self_loops_by_any_value_that_is_true(x):
     with emulated_device() as launched:
         assert_same(conv(x, adj.to_sparse_csr()), other(x, adj.to_sparse_csr()))
     assert launched
+
+
+def test_an_aggregation_of_one_aggregation_of_several_is_no_other():
+    names = ["sum", "max"]
+    assert statistics_of(pyg.MultiAggregation([pyg.MultiAggregation(names)])) == ()
+    assert statistics_of(pyg.MultiAggregation(names)) == ("sum", "max")
 
 
 # What a call costs the host -----------------------------------------------------------------------------------------

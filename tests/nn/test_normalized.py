@@ -13,6 +13,8 @@ from pyg_dfgnn.nn import on_cpu
 from pyg_dfgnn.ops import visits
 from pyg_dfgnn.reference.tolerances import elementwise
 from pyg_dfgnn.settings import Settings, current
+from tests.emu import needs_compiler
+from tests.kernels.emulated import emulated_device
 from tests.new_edges import random_edges
 
 FEATURES = 8
@@ -90,6 +92,55 @@ def test_steps_that_may_not_wait_have_the_same_numbers(name, weighted):
             assert_alike(upstream, layer, edge_index, weight)
             # What refills a captured batch leaves no trace in the version of a tensor.
             edge_index.data[0, :5] = edge_index[1, 5:10]
+
+
+@pytest.mark.parametrize("aggr", ["mean", "max"])
+def test_other_statistics_see_no_loops_that_weigh_nothing(aggr):
+    upstream, layer = (library.GCNConv(FEATURES, 4, aggr=aggr) for library in (pyg, pyg_dfgnn.nn))
+    layer.load_state_dict(upstream.state_dict())
+    edge_index = edges()
+    weight = torch.rand(edge_index.size(1))
+    with visits.refilled():
+        assert_alike(upstream, layer, edge_index, weight)
+
+
+@pytest.mark.parametrize("self_loops", [False, True])
+def test_padding_of_no_weight_leaves_gradients_finite(self_loops):
+    layer, scale = pyg_dfgnn.nn.GCNConv(FEATURES, 4, add_self_loops=self_loops), torch.ones(1, requires_grad=True)
+    # As a captured batch is padded: self-loops of its last node, whose weight is 0.
+    edge_index = torch.cat([edges(), torch.full((2, 9), NODES)], dim=1)
+    weight = torch.rand(edge_index.size(1)).index_fill(0, torch.arange(edge_index.size(1) - 9, edge_index.size(1)), 0)
+    with visits.refilled():
+        layer(torch.randn(NODES + 1, FEATURES), edge_index, scale * weight).sum().backward()
+    assert torch.isfinite(scale.grad).all()
+
+
+def test_weights_that_an_optimizer_edits_without_a_trace_are_read_again():
+    (upstream, layer), edge_index = pair_of("GCNConv"), edges()
+    weight = (torch.rand(edge_index.size(1)) + 0.5).requires_grad_()
+    optimizer, x = torch.optim.SGD([weight], lr=0.01, fused=True), torch.randn(NODES, FEATURES)
+    for _ in range(5):
+        layer(x, edge_index, weight).square().sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        with torch.no_grad():
+            want = upstream(x, edge_index, weight)
+            torch.testing.assert_close(layer(x, edge_index, weight), want, **elementwise("float32/few_terms"))
+
+
+@pytest.mark.parametrize("options", [{"flow": "target_to_source"}, {"aggr": "min"}], ids=str)
+@needs_compiler
+def test_a_description_says_which_known_edges_kernels_take(options):
+    layer, plain = pyg_dfgnn.nn.GCNConv(FEATURES, 4, **options), pyg_dfgnn.nn.GCNConv(FEATURES, 4)
+    x, edge_index = torch.randn(NODES, FEATURES), edges()
+    with emulated_device() as launched:
+        for each, has_kernels in ((layer, True), (plain, False)):
+            for _ in range(3):
+                each(x, edge_index)
+            before = len(launched)
+            each(x, edge_index)
+            assert (len(launched) > before) is has_kernels
+            assert pyg_dfgnn.describe_plan(each, x, edge_index).fused is has_kernels
 
 
 @pytest.mark.parametrize("weighted", [False, True])

@@ -21,7 +21,14 @@ from pyg_dfgnn.nn.gate import NO_MATRIX, edges_lack_kernels, statistics_of
 from pyg_dfgnn.nn.on_cpu import call_on_cpu
 from pyg_dfgnn.nn.registry import is_described
 from pyg_dfgnn.ops.segment import aggregate, inverse_root_degree, symmetric_norm
-from pyg_dfgnn.ops.visits import is_compiled_few, is_new, is_new_outside_captures, is_refilled, may_be_left
+from pyg_dfgnn.ops.visits import (
+    is_compiled_few,
+    is_new,
+    is_new_outside_captures,
+    is_refilled,
+    may_be_left,
+    may_not_wait,
+)
 from pyg_dfgnn.torch_private import cuda_stream
 
 _SCALED = {"sum", "mean"}
@@ -40,11 +47,10 @@ def _norm(
     edge_index: Tensor, weight: Tensor | None, num_nodes: int, improved: bool, self_loops: bool, dtype: torch.dtype
 ) -> list[Tensor | None]:
     """Return PyG's normalised edges, None where they are the given ones, and their weights."""
-    edges = edge_index
-    if self_loops and (is_refilled() or (edges.is_cuda and torch.cuda.is_current_stream_capturing())):
-        edges, weight = _with_self_loops(edge_index, weight, num_nodes, 2.0 if improved else 1.0, dtype)
-        self_loops = False
-    edges, weight = gcn_norm(edges, weight, num_nodes, improved, self_loops, dtype=dtype)
+    if may_not_wait(edge_index):
+        edges, weight = _norm_at_once(edge_index, weight, num_nodes, 2.0 if improved else 1.0, self_loops, dtype)
+    else:
+        edges, weight = gcn_norm(edge_index, weight, num_nodes, improved, self_loops, dtype=dtype)
     # What kept the edges alive would be kept for ever.
     return [None if edges is edge_index else edges, weight]
 
@@ -100,23 +106,33 @@ def _may_keep(edge_index: Tensor, weight: Tensor | None, dtype: torch.dtype) -> 
         return False
     if weight is None:
         return True
-    is_fixed = not (weight.requires_grad and torch.is_grad_enabled()) and not weight.is_inference()
-    return is_fixed and weight.dtype is torch.float32
+    # Optimizers with a fused kernel edit what they train without a trace.
+    return not weight.requires_grad and not weight.is_inference() and weight.dtype is torch.float32
 
 
-def _with_self_loops(
-    edge_index: Tensor, weight: Tensor | None, num_nodes: int, fill: float, dtype: torch.dtype
+def _norm_at_once(
+    edge_index: Tensor, weight: Tensor | None, num_nodes: int, fill: float, self_loops: bool, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
-    """Return edges with a self-loop per node behind them, for which the host does not wait: own ones weigh nothing."""
+    """Return the normalised edges and their weights, for which the host does not wait.
+
+    A self-loop per node is behind the edges, and own ones stay but weigh nothing: only sums do not see them.
+    """
     row, col = edge_index.unbind(0)
     if weight is None:
         weight, fill = torch.ones(row.size(0), dtype=dtype, device=row.device), 1.0
-    is_loop, nodes = row == col, torch.arange(num_nodes, device=row.device)
-    # All other edges write behind the last node.
-    places = torch.where(is_loop, row, num_nodes)
-    loops = weight.new_full((num_nodes + 1,), fill).index_put((places,), weight)[:-1]
-    weight = torch.cat([torch.where(is_loop, 0, weight), loops])
-    return torch.cat([edge_index, nodes.expand(2, -1)], dim=1), weight
+    if self_loops:
+        is_loop, nodes = row == col, torch.arange(num_nodes, device=row.device)
+        # All other edges write behind the last node.
+        places = torch.where(is_loop, row, num_nodes)
+        loops = weight.new_full((num_nodes + 1,), fill).index_put((places,), weight)[:-1]
+        weight = torch.cat([torch.where(is_loop, 0, weight), loops])
+        edge_index = torch.cat([edge_index, nodes.expand(2, -1)], dim=1)
+        row, col = edge_index.unbind(0)
+    degree = weight.new_zeros(num_nodes).index_add(0, col, weight)
+    # Padding has nodes of no degree, at which the gradient of a root is none.
+    is_none = degree == 0
+    root = degree.masked_fill(is_none, 1.0).pow(-0.5).to(weight.dtype).masked_fill(is_none, 0.0)
+    return edge_index, root.index_select(0, row) * weight * root.index_select(0, col)
 
 
 class NormalizedConv(AggregationConv):
@@ -158,6 +174,9 @@ class NormalizedConv(AggregationConv):
         return self._ask_normalized(x, edge_index, edge_weight)
 
     def _is_few(self, x: Any, edge_index: Any, edge: Tensor | None) -> bool:
+        return self._is_small(x, edge_index, edge) and self._takes_operators(edge_index, x, x)
+
+    def _is_small(self, x: Any, edge_index: Any, edge: Tensor | None) -> bool:
         """Return whether operators of torch sum the numbers of known edges in less time than kernels."""
         if not self.normalize or not self._follows_pyg or self._takes_cache or not may_be_left(edge_index):
             return False
@@ -177,17 +196,21 @@ class NormalizedConv(AggregationConv):
             return None
         # Without weights and self-loops PyG's norm is a few launches, which kernels save from some hops on.
         is_plain = edge_weight is not None or not (self.add_self_loops or self._count_hops() > _FEW_HOPS)
-        is_few = self._is_few(x, edge_index, edge_weight)
-        if not is_plain and not is_few:
+        is_small = self._is_small(x, edge_index, edge_weight)
+        if not is_plain and not is_small:
             return None
         is_asked = is_new if edge_weight is not None else is_new_outside_captures
         if is_asked(self, edge_index):
             is_left = is_plain and (edge_weight is not None or self._is_below(x, edge_index, NEW_NUMBERS))
             return _NEW if is_left else None
-        return _KNOWN if is_few and self._takes_operators(edge_index, x, x) else None
+        return _KNOWN if is_small and self._takes_operators(edge_index, x, x) else None
 
     def _takes_operators(self, edge_index: Any, source: Any, target: Any) -> bool:
-        return self._follows_pyg and not self._takes_cache and super()._takes_operators(edge_index, source, target)
+        if not self._follows_pyg or self._takes_cache or not super()._takes_operators(edge_index, source, target):
+            return False
+        # Self-loops that weigh nothing are seen by other statistics.
+        is_sum = statistics_of(self._modules["aggr_module"]) == ("sum",)
+        return is_sum or not self.add_self_loops or not may_not_wait(edge_index)
 
     def _ask_normalized(self, x: Any, edge_index: Any, edge_weight: Tensor | None, *reasons: str) -> ConvCall:
         """Ask the gate about a call whose edges are to be normalised, if the conv does so."""
@@ -201,7 +224,9 @@ class NormalizedConv(AggregationConv):
             if few is not _KNOWN and not self._takes_operators(edge_index, x, x):
                 return ConvCall(why, (), edge_index, "tensor")
             report_fallback(type(self).__name__, why)
-            return ConvCall((), (), edge_index, few or _KNOWN, edge_weight)
+            if few is None:
+                few = _NEW if is_new(self, edge_index) else _KNOWN
+            return ConvCall((), (), edge_index, few, edge_weight)
         if edges_lack_kernels(edge_index):
             return ConvCall([NO_DEVICE, *conv_call.id_reasons(edge_index)], (), edge_index, "tensor")
         against, loops = list(reasons), self.normalize and self.add_self_loops

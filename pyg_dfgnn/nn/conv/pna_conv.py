@@ -155,7 +155,8 @@ def _scaled_layers(layers: Sequence[Any], rows: Tensor, stats: Tensor, factors: 
         stats: Statistics :math:`a`, [N, T, S * F].
         factors: What each scaler multiplies by, [N, K].
     """
-    weights, bias = torch.stack([layer.weight for layer in layers]), torch.cat([layer.bias for layer in layers])
+    weights, biases = torch.stack([layer.weight for layer in layers]), [layer.bias for layer in layers]
+    bias = None if any(each is None for each in biases) else torch.cat(biases)
     towers, outputs, width = weights.shape
     to_x, to_stats = weights.split([rows.size(2), width - rows.size(2)], dim=2)
     count = factors.size(1)
