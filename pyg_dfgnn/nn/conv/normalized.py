@@ -194,15 +194,16 @@ class NormalizedConv(AggregationConv):
         # With a cache the first edges are those of all calls.
         if not self.normalize or self._takes_cache:
             return None
-        # Without weights and self-loops PyG's norm is a few launches, which kernels save from some hops on.
-        is_plain = edge_weight is not None or not (self.add_self_loops or self._count_hops() > _FEW_HOPS)
+        if edge_weight is not None and is_new(self, edge_index):
+            return _NEW
         is_small = self._is_small(x, edge_index, edge_weight)
-        if not is_plain and not is_small:
-            return None
-        is_asked = is_new if edge_weight is not None else is_new_outside_captures
-        if is_asked(self, edge_index):
-            is_left = is_plain and (edge_weight is not None or self._is_below(x, edge_index, NEW_NUMBERS))
-            return _NEW if is_left else None
+        if edge_weight is None:
+            # Without self-loops PyG's norm is a few launches, which kernels save from some hops on.
+            is_plain = not self.add_self_loops and self._count_hops() <= _FEW_HOPS
+            if not is_plain and not is_small:
+                return None
+            if is_new_outside_captures(self, edge_index):
+                return _NEW if is_plain and self._is_below(x, edge_index, NEW_NUMBERS) else None
         return _KNOWN if is_small and self._takes_operators(edge_index, x, x) else None
 
     def _takes_operators(self, edge_index: Any, source: Any, target: Any) -> bool:
