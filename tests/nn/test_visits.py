@@ -196,12 +196,19 @@ def test_small_sums_are_left_unless_pygs_code_makes_their_edges(kind, is_few):
 
 @needs_compiler
 @pytest.mark.parametrize(
-    ("options", "takes_new"), [({}, False), ({"towers": 2}, True), ({"edge_dim": 3}, True)], ids=str
+    ("width", "options", "takes_new"),
+    [
+        (FEATURES, {}, False),
+        (FEATURES, {"towers": 2}, True),
+        (FEATURES, {"edge_dim": 3}, True),
+        (200, {"towers": 2}, False),
+    ],
+    ids=str,
 )
-def test_long_sums_take_kernels_on_new_edges_too(options, takes_new):
+def test_long_sums_take_kernels_on_new_edges_too(width, options, takes_new):
     degrees = torch.tensor([0, 3, 4, 5])
-    conv = pyg.PNAConv(FEATURES, 4, ["mean", "max", "std"], ["identity", "attenuation"], degrees, **options)
-    given = [torch.randn(30, FEATURES), edges(), *([torch.randn(90, 3)] if "edge_dim" in options else [])]
+    conv = pyg.PNAConv(width, 4, ["mean", "max", "std"], ["identity", "attenuation"], degrees, **options)
+    given = [torch.randn(30, width), edges(), *([torch.randn(90, 3)] if "edge_dim" in options else [])]
     want = conv(*given)
     pyg_dfgnn.accelerate(conv)
     counts = []

@@ -9,6 +9,7 @@ from torch import Tensor
 from torch_geometric.nn import aggr, conv
 from torch_geometric.typing import Adj, OptTensor, SparseTensor
 
+from pyg_dfgnn.dispatch.segment import max_channels
 from pyg_dfgnn.graph import EdgeSet, Graph
 from pyg_dfgnn.graph.ends import Part
 from pyg_dfgnn.nn.aggr.scaler import factors_of
@@ -78,9 +79,10 @@ class PNAConv(AggregationConv, conv.PNAConv):
         return self._gate(self._problem_fields(), (x, x), edge_index, edge_attr, **options)
 
     def _is_left(self, x: Any, edge_index: Any, edge: Tensor | None = None) -> bool:
-        # PyG launches so much for several towers, or for edges, that kernels take new edges in less time.
+        # PyG launches so much for several towers, or for edges, that kernels take less time if one takes whole rows.
         is_long = self.towers > 1 or self.edge_dim is not None
-        if is_long and not torch.compiler.is_compiling() and not edges_lack_kernels(edge_index):
+        is_whole = self.towers * self.F_in <= max_channels(statistics_of(self.aggr_module.aggr))
+        if is_long and is_whole and not torch.compiler.is_compiling() and not edges_lack_kernels(edge_index):
             return False
         return super()._is_left(x, edge_index, edge)
 
