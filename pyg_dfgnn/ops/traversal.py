@@ -116,7 +116,7 @@ class TraversalLaunch(PreparedPass):
         device, nothing = self.device, self.nothing
         taken = arguments[: self._count]
         if self._more:
-            taken = (*taken, *(nothing if place is None else arguments[place] for place in self._more))
+            taken = [*taken, *[nothing if place is None else arguments[place] for place in self._more]]
         if self.side is not None:
             rows = graph.side(self.side)
             grid = (-(-rows.num_rows // self.items_per_block), self.head_groups, 1)

@@ -84,6 +84,18 @@ def test_calls_with_edges_that_stay_have_pygs_numbers_and_follow_edits(name, wei
 
 @pytest.mark.parametrize("weighted", [False, True])
 @pytest.mark.parametrize("name", CONVS)
+@needs_compiler
+def test_operators_of_torch_sum_few_new_edges(name, weighted):
+    upstream, layer = pair_of(name)
+    with emulated_device() as launched:
+        for _ in range(3):
+            edge_index = edges()
+            assert_alike(upstream, layer, edge_index, torch.rand(edge_index.size(1)) if weighted else None)
+        assert not launched
+
+
+@pytest.mark.parametrize("weighted", [False, True])
+@pytest.mark.parametrize("name", CONVS)
 def test_steps_that_may_not_wait_have_the_same_numbers(name, weighted):
     (upstream, layer), edge_index = pair_of(name), edges()
     weight = torch.rand(edge_index.size(1), requires_grad=True) if weighted else None

@@ -16,7 +16,7 @@ SETTINGS = Settings()
 FEATURES, NODES, DEVICE = 8, 30, "cuda"
 
 
-@pytest.mark.parametrize(("weighted", "calls"), [(False, 3), (True, 1), (True, 3)])
+@pytest.mark.parametrize(("weighted", "calls"), [(False, 1), (False, 3), (True, 1), (True, 3)])
 def test_a_cuda_graph_follows_edits_of_features_and_weights(weighted, calls):
     upstream, edge_index = pyg.GCNConv(FEATURES, 4).to(DEVICE), random_edges(NODES, NODES, 90).to(DEVICE)
     layer = pyg_dfgnn.nn.GCNConv(FEATURES, 4).to(DEVICE)

@@ -47,7 +47,7 @@ def _norm(
     edge_index: Tensor, weight: Tensor | None, num_nodes: int, improved: bool, self_loops: bool, dtype: torch.dtype
 ) -> list[Tensor | None]:
     """Return PyG's normalised edges, None where they are the given ones, and their weights."""
-    if may_not_wait(edge_index):
+    if weight is None or may_not_wait(edge_index):
         edges, weight = _norm_at_once(edge_index, weight, num_nodes, 2.0 if improved else 1.0, self_loops, dtype)
     else:
         edges, weight = gcn_norm(edge_index, weight, num_nodes, improved, self_loops, dtype=dtype)
@@ -194,24 +194,22 @@ class NormalizedConv(AggregationConv):
         # With a cache the first edges are those of all calls.
         if not self.normalize or self._takes_cache:
             return None
-        if edge_weight is not None and is_new(self, edge_index):
-            return _NEW
+        if edge_weight is not None:
+            if is_new(self, edge_index):
+                return _NEW
+        elif self._count_hops() > _FEW_HOPS:
+            return None
+        elif is_new_outside_captures(self, edge_index):
+            is_left = not self.add_self_loops or self._takes_operators(edge_index, x, x)
+            return _NEW if is_left and self._is_below(x, edge_index, NEW_NUMBERS) else None
         is_small = self._is_small(x, edge_index, edge_weight)
-        if edge_weight is None:
-            # Without self-loops PyG's norm is a few launches, which kernels save from some hops on.
-            is_plain = not self.add_self_loops and self._count_hops() <= _FEW_HOPS
-            if not is_plain and not is_small:
-                return None
-            if is_new_outside_captures(self, edge_index):
-                return _NEW if is_plain and self._is_below(x, edge_index, NEW_NUMBERS) else None
         return _KNOWN if is_small and self._takes_operators(edge_index, x, x) else None
 
     def _takes_operators(self, edge_index: Any, source: Any, target: Any) -> bool:
         if not self._follows_pyg or self._takes_cache or not super()._takes_operators(edge_index, source, target):
             return False
         # Self-loops that weigh nothing are seen by other statistics.
-        is_sum = statistics_of(self._modules["aggr_module"]) == ("sum",)
-        return is_sum or not self.add_self_loops or not may_not_wait(edge_index)
+        return not self.add_self_loops or statistics_of(self._modules["aggr_module"]) == ("sum",)
 
     def _ask_normalized(self, x: Any, edge_index: Any, edge_weight: Tensor | None, *reasons: str) -> ConvCall:
         """Ask the gate about a call whose edges are to be normalised, if the conv does so."""
