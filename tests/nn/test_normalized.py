@@ -52,7 +52,7 @@ def pair_of(name):
 
 def assert_alike(upstream, layer, edge_index, weight=None):
     """Compare outputs and all gradients, PyG's in float64 on copies."""
-    x = torch.randn(NODES, FEATURES)
+    x = torch.randn(NODES, layer.in_channels if hasattr(layer, "in_channels") else FEATURES)
     results = []
     for conv, dtype in ((upstream.double(), torch.float64), (layer, torch.float32)):
         features = x.to(dtype).requires_grad_()
@@ -82,16 +82,28 @@ def test_calls_with_edges_that_stay_have_pygs_numbers_and_follow_edits(name, wei
     assert_alike(upstream, layer, edge_index, weight)
 
 
-@pytest.mark.parametrize("weighted", [False, True])
 @pytest.mark.parametrize("name", CONVS)
 @needs_compiler
-def test_operators_of_torch_sum_few_new_edges(name, weighted):
+def test_operators_of_torch_sum_few_new_edges_with_weights(name):
     upstream, layer = pair_of(name)
     with emulated_device() as launched:
         for _ in range(3):
             edge_index = edges()
-            assert_alike(upstream, layer, edge_index, torch.rand(edge_index.size(1)) if weighted else None)
+            assert_alike(upstream, layer, edge_index, torch.rand(edge_index.size(1)))
         assert not launched
+
+
+@pytest.mark.parametrize(("width", "has_kernels"), [(16, True), (600, False)])
+@pytest.mark.parametrize("name", ["GCNConv", "SGConv"])
+@needs_compiler
+def test_kernels_sum_new_edges_whose_rows_they_take_whole(name, width, has_kernels):
+    make = {"GCNConv": lambda cls: cls(FEATURES, width), "SGConv": lambda cls: cls(width, 4, K=2)}[name]
+    upstream, layer = make(getattr(pyg, name)), make(getattr(pyg_dfgnn.nn, name))
+    layer.load_state_dict(upstream.state_dict())
+    with emulated_device() as launched:
+        for _ in range(3):
+            assert_alike(upstream, layer, edges())
+        assert bool(launched) is has_kernels
 
 
 @pytest.mark.parametrize("weighted", [False, True])

@@ -234,9 +234,12 @@ class AggregationConv(FusedConv):
 
     def _is_below(self, x: Any, edge_index: Tensor, numbers: int) -> bool:
         """Return whether PyG's code takes new edges in less time than kernels, the time to sort them included."""
-        width = _width(x) if self._channels is None else getattr(self, self._channels)
         writes = self._writes if self.aggr in _SUMS else max(self._writes, 2)
-        return edge_index.size(-1) * writes * width < numbers
+        return edge_index.size(-1) * writes * self._row_width(x) < numbers
+
+    def _row_width(self, x: Any) -> int:
+        """Return the numbers in the row of an edge."""
+        return _width(x) if self._channels is None else getattr(self, self._channels)
 
     def _is_few(self, x: Any, edge_index: Any, edge: Tensor | None) -> bool:
         """Return whether a call is a sum of so few features that PyG's code takes it in less time."""

@@ -8,6 +8,7 @@ from torch import Tensor
 from torch_geometric.nn.conv.gcn_conv import gcn_norm
 from torch_geometric.typing import Adj, OptTensor
 
+from pyg_dfgnn.dispatch.segment import max_channels
 from pyg_dfgnn.fallback import FEW, NO_DEVICE, SMALL, report_fallback
 from pyg_dfgnn.frontend.derived import EdgeDerived
 from pyg_dfgnn.graph import EdgeSet, Graph
@@ -40,7 +41,7 @@ _BATCHED = (NO_MATRIX,)
 """Reasons where nothing but a dimension before that of the nodes is against kernels."""
 _KNOWN_NUMBERS, _WEIGHTED_NUMBERS = 1 << 23, 1 << 24
 """Numbers in rows of known edges below which operators of torch sum them in less time than the host takes for kernels,
-without weights and with."""
+without weights and with; the latter also of new edges whose rows are wide."""
 
 
 def _norm(
@@ -194,15 +195,20 @@ class NormalizedConv(AggregationConv):
         # With a cache the first edges are those of all calls.
         if not self.normalize or self._takes_cache:
             return None
-        if edge_weight is not None:
-            if is_new(self, edge_index):
-                return _NEW
-        elif self._count_hops() > _FEW_HOPS:
-            return None
-        elif is_new_outside_captures(self, edge_index):
-            is_left = not self.add_self_loops or self._takes_operators(edge_index, x, x)
-            return _NEW if is_left and self._is_below(x, edge_index, NEW_NUMBERS) else None
+        if edge_weight is not None and is_new(self, edge_index):
+            return _NEW
         is_small = self._is_small(x, edge_index, edge_weight)
+        if edge_weight is None:
+            # Without self-loops PyG's norm is a few launches, which kernels save from some hops on.
+            is_plain, most = not self.add_self_loops, NEW_NUMBERS
+            if not is_plain and self._row_width(x) > max_channels(("sum",)):
+                # Kernels have launches for each piece of a wide row.
+                is_plain, most = self._takes_operators(edge_index, x, x), _WEIGHTED_NUMBERS
+            is_plain = is_plain and self._count_hops() <= _FEW_HOPS
+            if not is_plain and not is_small:
+                return None
+            if is_new_outside_captures(self, edge_index):
+                return _NEW if is_plain and self._is_below(x, edge_index, most) else None
         return _KNOWN if is_small and self._takes_operators(edge_index, x, x) else None
 
     def _takes_operators(self, edge_index: Any, source: Any, target: Any) -> bool:
