@@ -208,9 +208,9 @@ class Mark:
             if self.is_left:
                 forward.report()
         ran = forward.ran(turn)
-        if edges is not None and may_be_few and ran and all(region.is_small for region in ran):
+        if edges is not None and may_be_few and ran and all([region.is_small for region in ran]):
             self.few = edges.size(1)
-        elif ran and all(region.is_refused for region in ran) and not may_run_again(layer.training):
+        elif ran and all([region.is_refused for region in ran]) and not may_run_again(layer.training):
             self.refused.add(_call_of(layer, values))
         return result
 

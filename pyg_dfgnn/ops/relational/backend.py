@@ -153,7 +153,7 @@ def _weighed(program: Program) -> _Weight:
 
 def dtype_of(inputs: Mapping[str, Tensor]) -> torch.dtype:
     """Return the common dtype of the inputs of a program, but for seeds."""
-    return next(tensor.dtype for tensor in inputs.values() if tensor.is_floating_point())
+    return next(filter(Tensor.is_floating_point, inputs.values())).dtype
 
 
 def _kernels_for(
