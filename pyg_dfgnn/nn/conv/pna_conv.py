@@ -81,9 +81,9 @@ class PNAConv(AggregationConv, conv.PNAConv):
     def _is_left(self, x: Any, edge_index: Any, edge: Tensor | None = None) -> bool:
         # PyG launches so much for several towers, or for edges, that kernels take less time if one takes whole rows.
         is_long = self.towers > 1 or self.edge_dim is not None
-        is_whole = self.towers * self.F_in <= max_channels(statistics_of(self.aggr_module.aggr))
-        if is_long and is_whole and not torch.compiler.is_compiling() and not edges_lack_kernels(edge_index):
-            return False
+        if is_long and not torch.compiler.is_compiling() and not edges_lack_kernels(edge_index):
+            if self.towers * self.F_in <= max_channels(statistics_of(self.aggr_module.aggr)):
+                return False
         return super()._is_left(x, edge_index, edge)
 
     def forward(self, x: Tensor, edge_index: Adj | Graph, edge_attr: OptTensor = None) -> Tensor:
