@@ -181,7 +181,9 @@ def new_visit(
     if known[3]() is None:
         # The first layer will not come again, and this one stands in for it.
         known[1], known[3] = visitor, weakref.ref(layer)
-    if known[1] == visitor and (turn is None or turn != known[4]) and not may_run_again(layer.training):
+    # In a capture edges stay what they were before it, since nothing can be made of them there.
+    is_counted = not edges.is_cuda or not torch.cuda.is_current_stream_capturing()
+    if is_counted and known[1] == visitor and (turn is None or turn != known[4]) and not may_run_again(layer.training):
         known[2], known[4] = known[2] + 1, turn
     if known[2] > most:
         if first == known[1]:

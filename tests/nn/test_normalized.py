@@ -52,7 +52,7 @@ def pair_of(name):
 
 def assert_alike(upstream, layer, edge_index, weight=None):
     """Compare outputs and all gradients, PyG's in float64 on copies."""
-    x = torch.randn(NODES, layer.in_channels if hasattr(layer, "in_channels") else FEATURES)
+    x = torch.randn(NODES, FEATURES)
     results = []
     for conv, dtype in ((upstream.double(), torch.float64), (layer, torch.float32)):
         features = x.to(dtype).requires_grad_()
@@ -93,17 +93,36 @@ def test_operators_of_torch_sum_few_new_edges_with_weights(name):
         assert not launched
 
 
-@pytest.mark.parametrize(("width", "has_kernels"), [(16, True), (600, False)])
-@pytest.mark.parametrize("name", ["GCNConv", "SGConv"])
+NEAR = ("GCNConv", "SGConv", "APPNP")
+WIDE = {
+    # (class, width of the rows of edges) -> layer; those of NEAR have sums alone, over up to three hops.
+    "GCNConv": lambda cls, width: cls(FEATURES, width),
+    "SGConv": lambda cls, width: cls(width, 4, K=2),
+    "APPNP": lambda cls, width: cls(2, 0.1),
+    "SGConv-far": lambda cls, width: cls(width, 4, K=4),
+    "GCNConv-mean": lambda cls, width: cls(FEATURES, width, aggr="mean"),
+    "GCN2Conv": lambda cls, width: cls(width, 0.1),
+}
+
+
+@pytest.mark.parametrize("width", [16, 600])
+@pytest.mark.parametrize("name", WIDE)
 @needs_compiler
-def test_kernels_sum_new_edges_whose_rows_they_take_whole(name, width, has_kernels):
-    make = {"GCNConv": lambda cls: cls(FEATURES, width), "SGConv": lambda cls: cls(width, 4, K=2)}[name]
-    upstream, layer = make(getattr(pyg, name)), make(getattr(pyg_dfgnn.nn, name))
+def test_kernels_sum_new_edges_whose_rows_they_take_whole(name, width):
+    make, kind = WIDE[name], name.partition("-")[0]
+    upstream, layer = make(getattr(pyg, kind), width), make(getattr(pyg_dfgnn.nn, kind), width)
     layer.load_state_dict(upstream.state_dict())
+    x, has_kernels = torch.randn(NODES, FEATURES if kind == "GCNConv" else width), width < 512 or name not in NEAR
+    more = (x,) if kind == "GCN2Conv" else ()
     with emulated_device() as launched:
         for _ in range(3):
-            assert_alike(upstream, layer, edges())
+            edge_index = edges()
+            want = upstream(x, *more, edge_index)
+            torch.testing.assert_close(layer(x, *more, edge_index), want, **elementwise("float32/few_terms"))
         assert bool(launched) is has_kernels
+        # What is no tensor is no new edges.
+        graph = pyg_dfgnn.Graph.of(edge_index, NODES)
+        torch.testing.assert_close(layer(x, *more, graph), want, **elementwise("float32/few_terms"))
 
 
 @pytest.mark.parametrize("weighted", [False, True])

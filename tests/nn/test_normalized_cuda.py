@@ -16,10 +16,11 @@ SETTINGS = Settings()
 FEATURES, NODES, DEVICE = 8, 30, "cuda"
 
 
-@pytest.mark.parametrize(("weighted", "calls"), [(False, 1), (False, 3), (True, 1), (True, 3)])
-def test_a_cuda_graph_follows_edits_of_features_and_weights(weighted, calls):
-    upstream, edge_index = pyg.GCNConv(FEATURES, 4).to(DEVICE), random_edges(NODES, NODES, 90).to(DEVICE)
-    layer = pyg_dfgnn.nn.GCNConv(FEATURES, 4).to(DEVICE)
+@pytest.mark.parametrize("calls", [1, 2, 3])
+@pytest.mark.parametrize(("weighted", "width"), [(False, 4), (False, 600), (True, 4)])
+def test_a_cuda_graph_follows_edits_of_features_and_weights(weighted, width, calls):
+    upstream, edge_index = pyg.GCNConv(FEATURES, width).to(DEVICE), random_edges(NODES, NODES, 90).to(DEVICE)
+    layer = pyg_dfgnn.nn.GCNConv(FEATURES, width).to(DEVICE)
     layer.load_state_dict(upstream.state_dict())
     x, weight = torch.randn(NODES, FEATURES, device=DEVICE), torch.rand(90, device=DEVICE) if weighted else None
     with torch.no_grad():

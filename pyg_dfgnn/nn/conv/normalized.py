@@ -48,7 +48,7 @@ def _norm(
     edge_index: Tensor, weight: Tensor | None, num_nodes: int, improved: bool, self_loops: bool, dtype: torch.dtype
 ) -> list[Tensor | None]:
     """Return PyG's normalised edges, None where they are the given ones, and their weights."""
-    if weight is None or may_not_wait(edge_index):
+    if may_not_wait(edge_index):
         edges, weight = _norm_at_once(edge_index, weight, num_nodes, 2.0 if improved else 1.0, self_loops, dtype)
     else:
         edges, weight = gcn_norm(edge_index, weight, num_nodes, improved, self_loops, dtype=dtype)
@@ -200,22 +200,29 @@ class NormalizedConv(AggregationConv):
         is_small = self._is_small(x, edge_index, edge_weight)
         if edge_weight is None:
             # Without self-loops PyG's norm is a few launches, which kernels save from some hops on.
-            is_plain, most = not self.add_self_loops, NEW_NUMBERS
-            if not is_plain and self._row_width(x) > max_channels(("sum",)):
-                # Kernels have launches for each piece of a wide row.
-                is_plain, most = self._takes_operators(edge_index, x, x), _WEIGHTED_NUMBERS
+            is_plain, most, is_asked = not self.add_self_loops, NEW_NUMBERS, is_new_outside_captures
+            if not is_plain and self._is_cut(x, edge_index):
+                # A capture may follow calls none of which has sorted the edges.
+                is_plain, most, is_asked = True, _WEIGHTED_NUMBERS, is_new
             is_plain = is_plain and self._count_hops() <= _FEW_HOPS
             if not is_plain and not is_small:
                 return None
-            if is_new_outside_captures(self, edge_index):
+            if is_asked(self, edge_index):
                 return _NEW if is_plain and self._is_below(x, edge_index, most) else None
         return _KNOWN if is_small and self._takes_operators(edge_index, x, x) else None
+
+    def _is_cut(self, x: Tensor, edge_index: Any) -> bool:
+        """Return whether kernels cut the wide rows of a sum, which operators of torch take whole."""
+        if is_refilled() or not may_be_left(edge_index) or self._row_width(x) <= max_channels(("sum",)):
+            return False
+        return statistics_of(self._modules["aggr_module"]) == ("sum",) and self._takes_operators(edge_index, x, x)
 
     def _takes_operators(self, edge_index: Any, source: Any, target: Any) -> bool:
         if not self._follows_pyg or self._takes_cache or not super()._takes_operators(edge_index, source, target):
             return False
         # Self-loops that weigh nothing are seen by other statistics.
-        return not self.add_self_loops or statistics_of(self._modules["aggr_module"]) == ("sum",)
+        is_sum = statistics_of(self._modules["aggr_module"]) == ("sum",)
+        return is_sum or not self.add_self_loops or not may_not_wait(edge_index)
 
     def _ask_normalized(self, x: Any, edge_index: Any, edge_weight: Tensor | None, *reasons: str) -> ConvCall:
         """Ask the gate about a call whose edges are to be normalised, if the conv does so."""
