@@ -213,7 +213,7 @@ class NormalizedConv(AggregationConv):
 
     def _is_cut(self, x: Tensor, edge_index: Any) -> bool:
         """Return whether kernels cut the wide rows of a sum, which operators of torch take whole."""
-        if is_refilled() or not may_be_left(edge_index) or self._row_width(x) <= max_channels(("sum",)):
+        if self._row_width(x) <= max_channels(("sum",)) or is_refilled() or not may_be_left(edge_index):
             return False
         return statistics_of(self._modules["aggr_module"]) == ("sum",) and self._takes_operators(edge_index, x, x)
 
