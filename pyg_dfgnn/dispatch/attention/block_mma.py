@@ -114,7 +114,7 @@ def reasons_against(problem: AttentionProblem, direction: str, graph: Graph) -> 
         return reasons
     warps, compact = _window(problem, graph)
     if compact and _splits(problem):
-        # On an H200: at best 10 % faster in forward and slower in backward, with 1e-5 on a hub of 3,000 columns.
+        # On an H200 at best a little faster in forward, slower in backward, and less accurate on a hub of many columns.
         return ["listed columns do not pay in full float32: it takes segments of nodes, 16 bits or TF32"]
     fill = block_sparse.fill(graph, TILE_ROWS * warps, compact)
     if fill < MIN_FILL:
@@ -227,8 +227,7 @@ def plan_pass(problem: AttentionProblem, direction: str, graph: Graph) -> BlockM
     return BlockMmaPlan(constants, compact, shared_bytes(problem, direction, graph, constants), fill)
 
 
-# Constants of the cost model, fitted to 108 passes on an H200 (two batches of 1,024 graphs; rms of the logarithm 0.13);
-# the number of forward to 54 passes since then.
+# Constants of the cost model, fitted to passes over two batches of 1,024 graphs on an H200.
 SHARE = {"split": 0.72, "tf32": 0.64, "half": 0.61}
 """Share of the tensor cores' rate that products of each kind reach."""
 NUMBER = {"forward": 4.8, "targets": 3.4, "sources": 5.7}

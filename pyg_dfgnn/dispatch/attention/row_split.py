@@ -295,11 +295,9 @@ def _plan_pass(problem: AttentionProblem, direction: str, graph: Graph) -> RowSp
 
 
 _NORM_NUMBERS = 1 << 21
-"""Gathered numbers up to which to find norms from them takes no longer than a launch before. Calls back to back on an
-H200 took 9 % less with 1.2 million (CiteSeer), the same with 1.4 (Cora), and 16 % more with 11 (PubMed), when norms and
-products still were summed over lanes one after the other."""
+"""Gathered numbers up to which to find norms from them takes no longer than a launch before, as timed on an H200."""
 _NORM_NUMBERS_IN_ORDER = 1 << 24
-"""The same for packed rows in order, which took 12 to 21 % less with 11 million (PubMed, float32)."""
+"""The same for packed rows in order."""
 _JOINED_WARPS = 8
 _JOINED_BYTES = 48 << 10
 """Shared memory for the states of a block's chunks."""
@@ -327,9 +325,8 @@ def _joined(
     if constants["WARP_ROWS"] > 1 and not is_small:
         return _in_order(problem, constants, direction, rows, max_edges)
     if problem.edge and not is_small and rows.max_degree <= min(max_edges, 2 * length):
-        # Two pieces are not worth a block for each row, whose warps all wait while edge features arrive: forward and
-        # backward of 16 heads of 32 in bfloat16, on a mesh of 40,962 nodes of 6 to 36 edges, took 1.02 ms on an H200,
-        # and 0.85 by a warp per row.
+        # Two pieces are not worth a block for each row, whose warps all wait while edge features arrive: on a mesh of
+        # short rows a warp per row is faster on an H200.
         return None
     # Fewer steps, as each waits for the one before: on small graphs nothing else is there to run meanwhile.
     if _elements(constants) == 8 and (direction == "targets" or (direction == "forward" and is_small)):
@@ -345,9 +342,8 @@ def _in_order(
 ) -> RowSplitPlan:
     """The pass over packed rows with chunks joined in a block and the longest rows first, which few rows do not need.
 
-    The rows of a warp are as long as each other then. Forward and backward on PubMed take 0.57 to 0.83 of the time of
-    rows as they come, on an H200, with blocks of half the warps, as far as these
-    can take the longest row. The layouts were chosen by times of 1 head of 128 there.
+    The rows of a warp are as long as each other then. Blocks have half the warps, as far as these can take the longest
+    row. On an H200 that is faster than rows as they come; the layouts were chosen by times of 1 head of 128 on PubMed.
     """
     fewer = {**constants, "ORDERED": 1, "WARPS": WARPS, "MIN_BLOCKS": _min_blocks(direction, problem, constants)}
     itemsize, tuning = problem.dtype.itemsize, _tuning(problem, direction)
@@ -392,8 +388,7 @@ STEP_S = 0.43e-6
 
 
 EDGE_S = 0.785e-6
-"""Time that a step waits for its edge features: the forward pass of `smem` with 8 warps on a multiprocessor took 2.4 ms
-on graph a of the bench on an H200."""
+"""Time that a step waits for its edge features, from the forward pass of `smem` with 8 warps on a multiprocessor."""
 _RESIDENT_BLOCKS = 4
 """Thread blocks on a multiprocessor where nothing is asked of the compiler."""
 
@@ -491,9 +486,9 @@ def node_constants(
 ) -> MappingProxyType[str, int]:
     """Constants of the kernels that read nodes and no edges.
 
-    Two loads per lane and eight warps per block took half the time of one load and four on an H200: a warp lives as
-    long as its loads. One took 6 to 12 % less where two would be a head in 16 bits and the same features are read in
-    float32 too (``float_loads``), 64 bytes by each lane.
+    Two loads per lane and eight warps per block are faster than one load and four on an H200: a warp lives as long as
+    its loads. One is faster where two would be a head in 16 bits and the same features are read in float32 too
+    (``float_loads``), 64 bytes by each lane.
     """
     is_head = dtype.itemsize == 2 and channels * dtype.itemsize == 32
     loads = 1 if float_loads and is_head else 2

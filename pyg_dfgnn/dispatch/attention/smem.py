@@ -146,7 +146,7 @@ def constants_of(problem: AttentionProblem, direction: str) -> Mapping[str, int]
     if lanes["LANE_HEADS"] * lanes["LANE_VECS"] > loads or not whole or problem.edge or problem.dropout:
         # More registers than were timed.
         warps, blocks = 8, 1
-    # As timed: 4 % faster through the L1 cache, all others are slower.
+    # As timed, these are faster through the L1 cache, and all others slower.
     full = direction == "forward" and problem.dtype.itemsize == 4 and problem.heads == 1
     record, tuning = problem.record, problem.record.smem_tuning(direction)
     near = full and tuning.through_l1
