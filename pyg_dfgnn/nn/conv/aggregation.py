@@ -300,7 +300,7 @@ class AggregationConv(FusedConv):
         """Return the messages of a call that :meth:`_takes_operators` admits, reduced by operators of torch."""
         senders, receivers = edge_index.unbind(0)
         rows = self.message(x.index_select(-2, senders), **edges)
-        # `index_add_` takes twice the time on many edges and keeps the rows for backward.
+        # `index_add_` is slower on many edges and keeps the rows for backward.
         return scatter(rows, receivers, rows.dim() - 2, num_dst, statistics_of(self._modules["aggr_module"])[0])
 
     def _describe(self, device: torch.device | None, *args: Any, **kwargs: Any) -> Description:

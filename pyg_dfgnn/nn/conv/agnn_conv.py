@@ -39,7 +39,7 @@ class AGNNConv(AttentionConv, conv.AGNNConv):
             return out
 
         graph, _, _ = self._edges(call)
-        # An attribute of a module that is a parameter costs the host most of a microsecond.
+        # An attribute of a module that is a parameter costs the host more.
         beta = self._parameters.get("beta")
         if beta is None:
             beta = self.beta

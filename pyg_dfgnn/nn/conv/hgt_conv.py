@@ -128,7 +128,7 @@ class HGTConv(JointConv, conv.HGTConv):
         """Return the scales of the relations [1, H]."""
         if torch.compiler.is_compiling():
             return [self.p_rel["__".join(edge_type)] for edge_type in self.edge_types]
-        # Read from where modules keep them: PyG's dict, on torch's, takes a microsecond or two for each.
+        # Read from where modules keep them: PyG's dict, on torch's, takes longer for each.
         own = self.p_rel.__dict__["_parameters"]
         return [own[key] if key in own else getattr(self.p_rel, key) for key in _attributes(tuple(self.edge_types))]
 
