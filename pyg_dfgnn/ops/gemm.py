@@ -1,7 +1,7 @@
 """Large linear layers of one input and their gradients by kernels, for `settings(linear="kernels")`.
 
 The kernels take many rows in float32 on compute capability 9.0. One launch gives the results of up to four layers of
-one shape, one the gradient of the input, and one those of the parameters. Tensor cores multiply, with up to 1.9 times
+one shape, one the gradient of the input, and one those of the parameters. Tensor cores multiply, with less than twice
 the error of torch's products in float32. Factors that are infinite, or 3.402e38 or more, give NaN, and errors grow
 below 1e-35. A number over 5e8 times smaller than the largest of its row of x or of a gradient, or of those of its
 weight that it is added up with, is rounded to fewer bits than float32 has.

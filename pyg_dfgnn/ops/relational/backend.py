@@ -105,14 +105,12 @@ _weights: dict[int, _Weight] = {}
 def is_small(program: Program, num_edges: int) -> bool:
     """Return whether PyG's launches for a program take less time than what the host does for kernels of it."""
     known = _weight_of(program)
-    # On one H200 edge networks took .7 to .95 of PyG's speed at 2^23 numbers and 1.03 to 1.28 at 2^24, with rows of 64
-    # and 128, and 1.07 to 1.48 on as many rows of 16; GMMConv .95 at 1.2 * 2^24.
+    # The bound is from timings of edge networks and GMMConv on an H200.
     # A family cuts wide rows, and has launches for each piece.
     is_cut = known.operations == 0 and known.width > _WIDE
     if num_edges * (_WIDE if is_cut else max(known.width, _NARROW)) >= _FEW_NUMBERS:
         return False
-    # On one CPU, kernels switched off, an operation of ours took 9 us and a launch of PyG's 6, with their autograd. On
-    # one H200 a step of 6 launches and 3 operations took .91 and .94 of PyG's speed, one of 7 launches 1.05.
+    # An operation of ours takes the host longer than a launch of PyG's; by how much is from timings.
     return is_cut or known.launches <= _FEW_LAUNCHES or 3 * known.operations > 2 * known.launches + 8
 
 
