@@ -1,4 +1,4 @@
-"""Watches of the values that a captured step relies on, read in a few microseconds before each replay."""
+"""Watches of the values that a captured step relies on, read before each replay."""
 
 from __future__ import annotations
 

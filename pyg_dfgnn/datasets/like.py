@@ -31,7 +31,7 @@ log = logging.getLogger(__name__)
 
 # Raise this number when the same arguments make other graphs, so that cached files of the old graphs are not read.
 _RECIPE = 1
-# This many graphs are generated at once and take at most a few hundred MB.
+# This many graphs are generated at once, which bounds the memory.
 _CHUNK = 1000
 _SYNTHETIC = "graphs, features and labels: generated at the published numbers of nodes and edges"
 

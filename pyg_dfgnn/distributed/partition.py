@@ -163,8 +163,8 @@ class _Collect(torch.autograd.Function):
         own = graph.num_own_sources
         dist.all_to_all_single(parts, rows[own:].contiguous(), graph.send_counts, graph.receive_counts)
         kept = rows[:own].clone()
-        # No node repeats within the rows of a process, so that sums have one order and equal bits in each run. On 2.5e9
-        # numbers index_add_ raised CUDA's "invalid argument".
+        # No node repeats within the rows of a process, so that sums have one order and equal bits in each run. On
+        # billions of numbers index_add_ raised CUDA's "invalid argument".
         for index, part in zip(graph.send_index.split(graph.send_counts), parts.split(graph.send_counts)):
             if reduce == "sum":
                 kept[index] += part

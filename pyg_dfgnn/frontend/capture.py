@@ -31,7 +31,7 @@ DYNAMO: dict[str, Any] = {
     "automatic_dynamic_shapes": True,
     "capture_dynamic_output_shape_ops": True,
     "capture_scalar_outputs": True,
-    # Of sizes that are symbols, an entry takes longer to make than it saves: a quarter of the time of a first call.
+    # Of sizes that are symbols, an entry takes longer to make than it saves.
     "fake_tensor_cache_enabled": False,
     "skip_nnmodule_hook_guards": False,
     "specialize_float": True,
