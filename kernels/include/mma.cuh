@@ -113,8 +113,7 @@ __device__ __forceinline__ void multiply(float (*d)[4], const Left& a, const Rig
     for (int n = 0; n < N; ++n) mma(e[n], f.big, g[n].big);
 }
 
-// Rounds what tensor cores would cut of the rest of A: cheap, as one A meets many B, and it takes a quarter off the
-// error of products.
+// Rounds what tensor cores would cut of the rest of A: cheap, as one A meets many B, and products err less.
 __device__ __forceinline__ void round_rest(Left& a) {
 #if SPLIT
 #pragma unroll

@@ -18,7 +18,7 @@ POINTWISE point_abs(float x) { return fabsf(x); }
 POINTWISE point_exp(float x) { return expf(x); }
 POINTWISE point_log(float x) { return logf(x); }
 POINTWISE point_sqrt(float x) { return sqrtf(x); }
-// The exponent is a constant. Those that torch writes as products or roots cost some 70 instructions less than powf.
+// The exponent is a constant. Those that torch writes as products or roots cost fewer instructions than powf.
 POINTWISE point_pow(float x, float exponent) {
     return exponent == 0.0f    ? 1.0f
            : exponent == 0.5f  ? sqrtf(x)
