@@ -171,7 +171,7 @@ def draw(rows: Rows, baseline: str, path: Path) -> Path | None:
 
 
 def save_figure(figure: Any, path: Path) -> None:
-    """Write a figure of matplotlib in 64 colours, which take a third of the bytes of all."""
+    """Write a figure of matplotlib in 64 colours, which take fewer bytes than all."""
     from PIL import Image
 
     with BytesIO() as whole:

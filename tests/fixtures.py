@@ -40,7 +40,7 @@ def pytest_collection_finish():
 
 def spare_the_host():
     """Leave out what PyTorch and PyG do again for each graph or class, and what no result depends on."""
-    # Dynamo empties the caches of the CPU and times the guards of each graph, for its statistics: 30 ms.
+    # Dynamo empties the caches of the CPU and times the guards of each graph, for its statistics.
     guards.profile_guard_manager = lambda *_: 0.0
     # A capture makes many objects that live as long as it does.
     dynamo_config.run_gc_after_compile = False

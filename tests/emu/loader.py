@@ -203,7 +203,7 @@ def compile_library(text: str, library: Path, *options: str) -> None:
 def build(sources: Sequence[str]) -> list[Path]:
     """Compiles those kernel texts that no library has into one, and returns where the library of each is.
 
-    Texts in one library take half the time of as many libraries: the compiler starts, reads its header and links once.
+    Texts in one library take less time than as many libraries: the compiler starts, reads its header and links once.
     """
     places = {source: place_of(source) for source in sources}
     missing = {place.stem: source for source, place in places.items() if not place.exists()}

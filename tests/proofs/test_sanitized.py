@@ -1,4 +1,4 @@
-"""Calls that together launch each family of kernels, small enough for tools that slow a GPU down a hundred times.
+"""Calls that together launch each family of kernels, small enough for tools that slow a GPU down.
 
 Other tests compare results; here each is a number. On a CPU the emulator launches them, between guard pages.
 """
