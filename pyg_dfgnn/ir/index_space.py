@@ -98,7 +98,8 @@ class IndexSpace:
         num_types: int = 0,
         kept: bool = False,
     ) -> None:
-        check_type("graph", graph, Graph, "a pyg_dfgnn.Graph")
+        if type(graph) is not Graph:
+            check_type("graph", graph, Graph, "a pyg_dfgnn.Graph")
         types: dict[Domain, tuple[str, Tensor]] = {}
         lists = None
         if source_type is not None or target_type is not None or num_types != 0:

@@ -17,6 +17,7 @@ from pyg_dfgnn.nn.conv.relational import FEWEST_RELATIONS, LISTED_NUMBERS, EdgeR
 from pyg_dfgnn.nn.conv_call import ConvCall
 from pyg_dfgnn.nn.gate import edge_reasons, module_reasons, reasons_on_device
 from pyg_dfgnn.ops.relational import RowSet, joint_pairs_of
+from pyg_dfgnn.ops.visits import is_new_outside_captures
 
 _PAIRED_NUMBERS = 1 << 24
 """Numbers in rows of edges and of pairs from which pairs of relations with nodes of other types take much memory."""
@@ -112,7 +113,9 @@ class JointConv(RelationalConv):
             ValueError: A `Graph` has other numbers of nodes than the features.
         """
         given = edge_index_dict.values()
-        is_new = not reasons and self._are_new(given)
+        is_new = not reasons and all(type(edges) is Tensor for edges in given)
+        # All sets are asked, since each is known by its visits.
+        is_new = is_new and any([is_new_outside_captures(self, edges) for edges in given])
         on_pairs = is_new and self._fits_joint_pairs(x_dict, given, len(edge_types))
         is_left = is_new and not on_pairs and self._is_short(edge_index_dict)
         if is_left and self._are_few(given, LISTED_NUMBERS, self._mapped(x_dict, len(given))):

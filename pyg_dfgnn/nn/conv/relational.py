@@ -111,13 +111,6 @@ class RelationalConv(FusedConv):
         """Return whether PyG's code is a loop over relations, which waits for the device in each."""
         return bool(self._loop_width)
 
-    def _are_new(self, edge_sets: Collection[Any]) -> bool:
-        """Return whether a set of the edges of a call is new, and the layer may wait for the device."""
-        if self._numbers_per_edge is None or not all(type(edges) is Tensor for edges in edge_sets):
-            return False
-        # All sets are asked, since each is known by its visits.
-        return any([is_new_outside_captures(self, edges) for edges in edge_sets])
-
     def _is_compiled(self, edge_index: Any) -> bool:
         """Return whether torch.compile makes a few kernels of PyG's code, whether the edges are new or not."""
         if not self._is_fused or self._loops() or not torch.compiler.is_compiling():
@@ -182,7 +175,8 @@ class RelationalConv(FusedConv):
                 wrong += _type_reasons(edge_type)
             known = not wrong and is_told_of_cpu()
             return ConvCall(CPU if known else [NO_DEVICE, *wrong], (), edge_index, "tensor", edge_type=edge_type)
-        is_new, loops = not reasons and self._are_new((edge_index,)), self._loops()
+        is_new = not reasons and self._numbers_per_edge is not None and is_new_outside_captures(self, edge_index)
+        loops = self._loops()
         is_pygs = is_new and not loops and self._are_few((edge_index,), MEASURED_NUMBERS)
         # The edges of a captured step are new in each batch, and it cannot wait.
         is_refill = not reasons and is_refilled() and type(edge_index) is Tensor
@@ -237,7 +231,9 @@ class RelationalConv(FusedConv):
             assert edge_type is not None
             return pairs_of(edge_index, edge_type, (*sizes, num_relations), self.flow != "source_to_target")
         if call.form in ("tensor", "EdgeIndex"):
-            return Graph.of(edge_index, *sizes, flow=self.flow, edge_type=edge_type, num_relations=num_relations)
+            edge_index = edge_index if call.form == "tensor" else edge_index.as_tensor()
+            transposed = self.flow == "target_to_source"
+            return Graph.resolve(edge_index, edge_type, *sizes, False, transposed, num_relations)
         graph: Graph = edge_index if call.form == "Graph" else Graph.of(edge_index, *sizes)
         if edge_type is not None:
             return Graph.of(graph.edge_index, *sizes, edge_type=edge_type, num_relations=num_relations)

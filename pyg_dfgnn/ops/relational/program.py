@@ -288,7 +288,7 @@ def _known_call(
     """Return what runs a call, kept with the rows by all that the answer depends on."""
     if type(rows) is not IndexSpace:
         check_type("rows", rows, IndexSpace, "the IndexSpace of a graph, from index_space_of(graph)")
-    if outputs is not None:
+    if outputs is not None and type(outputs) is not tuple:
         check_type("outputs", outputs, (tuple, list), "a list of names")
         outputs = tuple(outputs)
     has_grad = torch.is_grad_enabled()
