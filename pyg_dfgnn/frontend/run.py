@@ -95,7 +95,7 @@ class Region:
         self.inputs = [(name, *place) for name, place in inputs.items()]
         self.dtype, self.results, self.autocast, self.by_torch = dtype, results, autocast, by_torch
         self.line = line
-        self.names = [name for name, _ in program.outputs]
+        self.names = tuple(name for name, _ in program.outputs)
         self.is_plain = all(kind is dtype and axis == 0 for kind, axis in results)
         self.has_seed = SEED in program.inputs
         self.reasons: Sequence[str] = ()
