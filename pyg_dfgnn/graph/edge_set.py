@@ -2,6 +2,7 @@
 
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
 GraphKey = tuple[Any, ...]
@@ -27,6 +28,8 @@ class EdgeSet(NamedTuple):
         num_dst: Number of targets.
         self_loops: Whether self-loops are replaced as PyG's GATConv does.
         transposed: Whether row 0 holds the targets.
+        by_torch: Whether operators of torch run what reads the edges. Values of edges are then in the order of
+            :meth:`ends`.
     """
 
     edge_index: Tensor
@@ -34,8 +37,22 @@ class EdgeSet(NamedTuple):
     num_dst: int
     self_loops: bool = False
     transposed: bool = False
+    by_torch: bool = False
 
     @property
     def key(self) -> GraphKey:
-        """The five fields as a plain tuple."""
-        return tuple(self)
+        """The fields that name the graph, as a plain tuple."""
+        return tuple(self)[:5]
+
+    def ends(self) -> Tensor:
+        """Return sources and targets, int64 [2, E], with the new self-loops behind all edges: [2, E + N].
+
+        The host waits for no device: own self-loops point to `num_dst`, a target more than there are.
+        """
+        ends = (self.edge_index.flip(0) if self.transposed else self.edge_index).long()
+        if not self.self_loops:
+            return ends
+        source, target = ends.unbind(0)
+        loops = torch.arange(min(self.num_src, self.num_dst), device=ends.device)
+        target = torch.where(source == target, self.num_dst, target)
+        return torch.cat([torch.stack([source, target]), loops.expand(2, -1)], dim=1)

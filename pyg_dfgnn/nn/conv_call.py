@@ -200,7 +200,10 @@ def resolve(
 
     transposed = flow == "target_to_source"
     if torch.compiler.is_compiling():
-        return EdgeSet(edge_index, num_src, num_dst, self_loops, transposed), edge_attr, edge_index
+        if call.is_new and edge_attr is not None:
+            loop_attr = _loop_features(edge_index, edge_attr, max(num_src, num_dst), fill_value)
+            edge_attr = torch.cat([edge_attr, loop_attr[:num_loops]])
+        return EdgeSet(edge_index, num_src, num_dst, self_loops, transposed, call.is_new), edge_attr, edge_index
     if form == "Graph":
         graph, plain = edge_index, None
         if self_loops and edge_attr is not None:

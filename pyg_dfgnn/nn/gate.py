@@ -478,10 +478,14 @@ class FusedConv(Scripted, MessagePassing):
                 against.append("edge_attr and self-loops with a sparse adjacency")
             if self_loops and form == "SparseTensor":
                 against.append("edge_dim and self-loops with a SparseTensor")
+        by_torch = False
         if compiling:
-            against += self._compile_reasons((*nodes, edge_attr), form, self_loops, edge_attr is not None, weights)
-            # PyG's code replaces self-loops with numbers from the device, which may break the graph.
-            if form == "tensor" and not self_loops and self._is_compiled_few(edge_index, x.size(1)):
+            is_few = form == "tensor" and self._is_compiled_few(edge_index, x.size(1))
+            # PyG's code replaces self-loops with numbers from the device, which breaks the graph.
+            by_torch = is_few and self_loops
+            has_edges = edge_attr is not None and not by_torch
+            against += self._compile_reasons((*nodes, edge_attr), form, self_loops, has_edges, weights)
+            if is_few and not self_loops:
                 against.append(SMALL)
         edge_attr = None if lin_edge is None else edge_attr
         if edge_attr is not None:
@@ -495,7 +499,8 @@ class FusedConv(Scripted, MessagePassing):
         problem = *question, self._storage_dtype(x), device, edge_attr is not None, drops
         # Not through `reasons_on_device`: each function that a call enters costs the host.
         against += kernel_reasons(type(self), *problem) if device.type in fused_device_types else (NO_DEVICE,)
-        return ConvCall(against, problem, edge_index, form, edge_attr, num_src or 0, num_dst or 0, self_loops, weights)
+        ends = num_src or 0, num_dst or 0
+        return ConvCall(against, problem, edge_index, form, edge_attr, *ends, self_loops, weights, is_new=by_torch)
 
     _is_compiled_few: Callable[[Any, int], bool] = staticmethod(is_compiled_few)
     """Returns whether torch.compile makes few kernels of PyG's code for edges and features of a width."""

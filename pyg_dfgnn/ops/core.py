@@ -153,9 +153,8 @@ class Op:
         if known is None:
             graph, tensors, known = self._first_call(graph, tensors, numbers, heads, shared, signature)
             if known is None:
-                graph = graph if isinstance(graph, Graph) else Graph.resolve(*graph.key)
-                out, edge_value = self.in_torch(graph, tensors, numbers, heads, shared)
-                out = out.flatten(1) if concat else out
+                out, edge_value = self.in_torch(graph, wide(tensors), numbers, heads, shared)
+                out = self._finished(out, tensors, concat)
                 return (out, edge_value) if with_edge_value else out
         elif known.casts:
             tensors = cast(tensors, known.casts)
@@ -185,6 +184,13 @@ class Op:
         """Return the output, or a tuple of several, of what a forward pass returns."""
         count = len(self.statement.outputs)
         return results[0] if count == 1 else tuple(results[:count])
+
+    def _finished(self, out: Any, tensors: Sequence[Tensor | None], concat: bool) -> Any:
+        """Return the output of :meth:`in_torch`, or a tuple of several, in the dtype of the features."""
+        value = tensors[self._value_place]
+        assert value is not None
+        parts = [part.to(value.dtype) for part in (out if isinstance(out, tuple) else (out,))]
+        return self._outputs([part.flatten(1) for part in parts] if concat else parts)
 
     def _edge_reference(
         self, graph: Graph, numbers: tuple[float, ...], heads: int, shared: bool
@@ -248,7 +254,7 @@ class Op:
         by_name = dict(zip(self.statement.input_names, tensors, strict=True))
         numbers_by_name = {number.name: value for number, value in zip(self.statement.numbers, numbers, strict=True)}
         problem = self.problem(by_name, numbers_by_name, heads, channels)
-        if self.family.unsupported(problem):
+        if self.family.unsupported(problem) or (isinstance(graph, EdgeSet) and graph.by_torch):
             return graph, tensors, None
         if is_eager_on(graph) and all(tensor is None or is_plain(tensor) for tensor in tensors):
             prepared = self.prepared(problem, graph, heads, channels, present_of(self.statement, tensors), casts)
@@ -475,7 +481,12 @@ class Op:
         return (out,) if isinstance(out, Tensor) else out
 
     def in_torch(
-        self, graph: Graph, tensors: Sequence[Tensor | None], numbers: Sequence[float], heads: int | None, shared: bool
+        self,
+        graph: GraphLike,
+        tensors: Sequence[Tensor | None],
+        numbers: Sequence[float],
+        heads: int | None,
+        shared: bool,
     ) -> tuple[Any, Tensor]:
         """Return the output, or a tuple of several, and the value per edge in plain torch, differentiable."""
         statement = self.statement
@@ -488,7 +499,15 @@ class Op:
         if shared:
             by_name["target"] = by_name["value"]
         numbers_by_name = {number.name: float(value) for number, value in zip(statement.numbers, numbers, strict=True)}
-        edge_index, keep = graph.edge_index, None
+        num_dst, keep = graph.num_dst, None
+        edge_index = graph.edge_index if isinstance(graph, Graph) else graph.ends()
+        has_more = isinstance(graph, EdgeSet) and graph.self_loops
+        if has_more:
+            # Own self-loops go to a target more.
+            num_dst = num_dst + 1
+            for domain, name in zip(self._domains, statement.input_names, strict=True):
+                if domain == "targets":
+                    by_name[name] = _with_row(by_name[name])
         dropout, seed = numbers_by_name.get("dropout", 0.0), by_name.pop("seed", None)
         if dropout > 0.0:
             seed = draw_seed(edge_index.device) if seed is None else seed
@@ -496,7 +515,10 @@ class Op:
             rows = by_name["value"]
             assert rows is not None
             keep = dropout_factor(edge_ids, rows.shape[1], dropout, seed)
-        return statement.reference(edge_index, graph.num_dst, by_name, numbers_by_name, keep)
+        out, edge_value = statement.reference(edge_index, num_dst, by_name, numbers_by_name, keep)
+        if has_more:
+            out = tuple(each[:-1] for each in out) if isinstance(out, tuple) else out[:-1]
+        return out, edge_value
 
     def _traced(
         self,
@@ -509,7 +531,7 @@ class Op:
         with_edge_value: bool,
     ) -> Any:
         """Run the op through the registered operator: what the forward pass leaves then does not depend on a plan."""
-        anchor, num_src, num_dst, loops, transposed = graph.key if isinstance(graph, Graph) else graph
+        anchor, num_src, num_dst, loops, transposed = graph.key
         tracked = needs_grad(tensors)
         flags = {"stats"} if tracked or with_edge_value else set()
         if tracked:
@@ -541,6 +563,11 @@ def cast(tensors: tuple[Tensor | None, ...], casts: Sequence[tuple[int, torch.dt
     for place, dtype in casts:
         changed[place] = changed[place].to(dtype)  # type: ignore[union-attr]
     return tuple(changed)
+
+
+def _with_row(tensor: Tensor | None) -> Tensor | None:
+    """Return a tensor with a row of zeros behind its own."""
+    return None if tensor is None else torch.cat([tensor, tensor.new_zeros(1, *tensor.shape[1:])])
 
 
 def check_graph(graph: GraphLike) -> tuple[GraphLike, torch.device]:

@@ -351,7 +351,7 @@ def _counted_degrees(edges: EdgeSet, domain: str) -> Tensor:
     rows, size = (edges.edge_index, edges.num_dst) if domain == "targets" else (edges.edge_index.flip(0), edges.num_src)
     ends = rows[0 if edges.transposed else 1]
     counts = (rows[0] != rows[1]).float() if edges.self_loops else torch.ones_like(ends, dtype=torch.float32)
-    degrees = torch.zeros(size, device=ends.device).index_add(0, ends, counts)
+    degrees = counts.new_zeros(size).index_add(0, ends, counts)
     if edges.self_loops:
         degrees = degrees + (torch.arange(size, device=ends.device) < min(edges.num_src, edges.num_dst))
     return degrees

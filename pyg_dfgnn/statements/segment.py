@@ -174,7 +174,7 @@ def _reference(
 
     def at(name: str, nodes: Tensor) -> Tensor | None:
         tensor = inputs.get(name)
-        return None if tensor is None else tensor[nodes]
+        return None if tensor is None else tensor.index_select(0, nodes)
 
     scale = at("source_scale", source)
     value, key, query = at("value", source), at("key", source), at("target", target)
