@@ -15,7 +15,7 @@ from torch_geometric.typing import Adj
 
 from pyg_dfgnn.dispatch.core import fused_device_types
 from pyg_dfgnn.errors import UnsupportedError
-from pyg_dfgnn.fallback import CPU, FEW, NO_DEVICE, SMALL, report_fallback
+from pyg_dfgnn.fallback import CPU, FEW, NO_DEVICE, report_fallback
 from pyg_dfgnn.graph import EdgeSet, Graph
 from pyg_dfgnn.nn import conv_call
 from pyg_dfgnn.nn.captured_forward import run_pygs_on_part, torch_reasons
@@ -435,6 +435,10 @@ class FusedConv(Scripted, MessagePassing):
         if not _is_matrix(x) or not (second is x or second is None or _is_matrix(second)):
             return ConvCall([*reasons, NO_MATRIX], (), edge_index, form)
         assert x is not None
+        is_few = compiling and is_plain and self._is_compiled_few(edge_index, x.size(1))
+        if is_few and not self_loops:
+            # Each fact that decides is looked at in every call of what has been compiled.
+            return ConvCall(FEW, (), edge_index, form)
         if is_plain and not compiling and lacks_kernels(x):
             return ConvCall([NO_DEVICE, *conv_call.id_reasons(edge_index)], (), edge_index, form)
         against = [*reasons, *module_reasons(self, compiling)]
@@ -478,15 +482,10 @@ class FusedConv(Scripted, MessagePassing):
                 against.append("edge_attr and self-loops with a sparse adjacency")
             if self_loops and form == "SparseTensor":
                 against.append("edge_dim and self-loops with a SparseTensor")
-        by_torch = False
         if compiling:
-            is_few = form == "tensor" and self._is_compiled_few(edge_index, x.size(1))
             # PyG's code replaces self-loops with numbers from the device, which breaks the graph.
-            by_torch = is_few and self_loops
-            has_edges = edge_attr is not None and not by_torch
+            has_edges = edge_attr is not None and not is_few
             against += self._compile_reasons((*nodes, edge_attr), form, self_loops, has_edges, weights)
-            if is_few and not self_loops:
-                against.append(SMALL)
         edge_attr = None if lin_edge is None else edge_attr
         if edge_attr is not None:
             rows = edge_attr.size(0) if edge_attr.dim() else 0
@@ -500,7 +499,7 @@ class FusedConv(Scripted, MessagePassing):
         # Not through `reasons_on_device`: each function that a call enters costs the host.
         against += kernel_reasons(type(self), *problem) if device.type in fused_device_types else (NO_DEVICE,)
         ends = num_src or 0, num_dst or 0
-        return ConvCall(against, problem, edge_index, form, edge_attr, *ends, self_loops, weights, is_new=by_torch)
+        return ConvCall(against, problem, edge_index, form, edge_attr, *ends, self_loops, weights, is_new=is_few)
 
     _is_compiled_few: Callable[[Any, int], bool] = staticmethod(is_compiled_few)
     """Returns whether torch.compile makes few kernels of PyG's code for edges and features of a width."""

@@ -23,7 +23,6 @@ from pyg_dfgnn.nn.on_cpu import call_on_cpu
 from pyg_dfgnn.nn.registry import is_described
 from pyg_dfgnn.ops.segment import aggregate, inverse_root_degree, symmetric_norm
 from pyg_dfgnn.ops.visits import (
-    is_compiled_few,
     is_new,
     is_new_outside_captures,
     is_refilled,
@@ -229,6 +228,9 @@ class NormalizedConv(AggregationConv):
         if type(edge_index) is Tensor and not edge_index.is_cuda and (call := call_on_cpu(edge_index)) is not None:
             return call
         is_rows = isinstance(x, Tensor) and x.dim() == 2
+        loops = self.normalize and self.add_self_loops
+        if not loops and is_rows and type(edge_index) is Tensor and self._is_compiled_few(edge_index, x.size(1)):
+            return ConvCall(FEW, (), edge_index, "tensor")
         is_batch = type(edge_index) is Tensor and edge_index.is_cuda and isinstance(x, Tensor) and not is_rows
         few = self._form_of_few(x, edge_index, edge_weight) if is_rows else None
         if (few is not None or is_batch) and not reasons and not is_described():
@@ -241,7 +243,7 @@ class NormalizedConv(AggregationConv):
             return ConvCall((), (), edge_index, few, edge_weight)
         if edges_lack_kernels(edge_index):
             return ConvCall([NO_DEVICE, *conv_call.id_reasons(edge_index)], (), edge_index, "tensor")
-        against, loops = list(reasons), self.normalize and self.add_self_loops
+        against = list(reasons)
         form = conv_call.form_of(edge_index)
         if isinstance(x, Tensor) and x.dim() != 2:
             return ConvCall([*against, NO_MATRIX], (), edge_index, form)
@@ -256,10 +258,6 @@ class NormalizedConv(AggregationConv):
         if is_matrix(form) and loops and not (is_bare and self._is_by_node(None)):
             against.append("self-loops added to the values of a sparse adjacency")
         if few is not None:
-            against.append(SMALL)
-        # Each hop is a call of ours, where torch.compile joins what PyG launches.
-        is_compiled = form == "tensor" and x is not None and is_compiled_few(edge_index, x.size(1))
-        if getattr(self, "K", 1) > 1 and not loops and is_compiled:
             against.append(SMALL)
         if self.normalize and self._takes_cache:
             kept: Any = self._cached_edge_index
