@@ -196,25 +196,25 @@ class NormalizedConv(AggregationConv):
             return None
         if edge_weight is not None and is_new(self, edge_index):
             return _NEW
-        is_small = self._is_small(x, edge_index, edge_weight)
         if edge_weight is None:
             # Without self-loops PyG's norm is a few launches, which kernels save from some hops on.
             is_plain, most, is_asked = not self.add_self_loops, NEW_NUMBERS, is_new_outside_captures
-            if not is_plain and self._is_cut(x, edge_index):
+            if not is_plain and self._is_cut(x):
                 # A capture may follow calls none of which has sorted the edges.
                 is_plain, most, is_asked = True, _WEIGHTED_NUMBERS, is_new
             is_plain = is_plain and self._count_hops() <= _FEW_HOPS
-            if not is_plain and not is_small:
+            if not is_plain and not self._is_small(x, edge_index, None):
                 return None
             if is_asked(self, edge_index):
                 return _NEW if is_plain and self._is_below(x, edge_index, most) else None
+        is_small = self._is_small(x, edge_index, edge_weight)
         return _KNOWN if is_small and self._takes_operators(edge_index, x, x) else None
 
-    def _is_cut(self, x: Tensor, edge_index: Any) -> bool:
+    def _is_cut(self, x: Tensor) -> bool:
         """Return whether kernels cut the wide rows of a sum, which operators of torch take whole."""
-        if self._row_width(x) <= max_channels(("sum",)) or is_refilled() or not may_be_left(edge_index):
+        if not self._follows_pyg or self._row_width(x) <= max_channels(("sum",)) or is_refilled():
             return False
-        return statistics_of(self._modules["aggr_module"]) == ("sum",) and self._takes_operators(edge_index, x, x)
+        return statistics_of(self._modules["aggr_module"]) == ("sum",)
 
     def _takes_operators(self, edge_index: Any, source: Any, target: Any) -> bool:
         if not self._follows_pyg or self._takes_cache or not super()._takes_operators(edge_index, source, target):
