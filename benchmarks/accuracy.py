@@ -5,8 +5,6 @@ machines come together. The command adds the runs of the sweeps to both files an
 results (`table.md`, from `published.csv`) and a figure (`curves.png`) from them.
 """
 
-from __future__ import annotations
-
 import argparse
 from collections import Counter
 from collections.abc import Callable, Sequence

@@ -4,8 +4,6 @@ A family of operations is a module or folder below ``benchmarks/cases``. The oth
 the classes of this module alone, so a new family is measured, checked and drawn without a change to them.
 """
 
-from __future__ import annotations
-
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterator, Mapping

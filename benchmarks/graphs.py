@@ -17,16 +17,7 @@ from typing import Any
 import torch
 from torch_geometric.data import Batch
 
-from pyg_dfgnn.datasets import (
-    Task,
-    cluster,
-    entities,
-    facebook,
-    fb15k237,
-    pattern,
-    planetoid,
-    pubmed_made_features,
-)
+from pyg_dfgnn.datasets import Task, cluster, entities, facebook, fb15k237, pattern, planetoid, pubmed_made_features
 from pyg_dfgnn.datasets.generators import (
     Device,
     GeneratedEdges,

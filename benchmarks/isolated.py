@@ -1,7 +1,5 @@
 """Work in a process of its own, ended when its time is up: a compiler that does not come back ends alone."""
 
-from __future__ import annotations
-
 import multiprocessing
 import os
 import signal

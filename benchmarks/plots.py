@@ -3,8 +3,6 @@
 ``python -m benchmarks.plots results/bench/<gpu>/fig9.csv --baseline unfused`` draws the PNG beside a CSV anew.
 """
 
-from __future__ import annotations
-
 import argparse
 import re
 import sys

@@ -4,8 +4,6 @@
 number of ours between the lines ``<!-- published: NAME -->`` and ``<!-- end -->``.
 """
 
-from __future__ import annotations
-
 import re
 from argparse import ArgumentParser
 from collections import Counter

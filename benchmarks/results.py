@@ -1,7 +1,5 @@
 """Result files: one tidy CSV per kind of measurement and GPU; rows are appended, so a run can be resumed."""
 
-from __future__ import annotations
-
 import csv
 import hashlib
 import platform

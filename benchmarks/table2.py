@@ -46,15 +46,7 @@ from benchmarks.results import (
     reason,
     source_digest,
 )
-from benchmarks.table2_steps import (
-    PHASES,
-    STEP_BY_STEP,
-    SUMMED,
-    Backend,
-    Reference,
-    TaskBatches,
-    measure,
-)
+from benchmarks.table2_steps import PHASES, STEP_BY_STEP, SUMMED, Backend, Reference, TaskBatches, measure
 from benchmarks.training import training_config
 from pyg_dfgnn.datasets import Task
 from pyg_dfgnn.errors import check_range

@@ -1,7 +1,5 @@
 """Markdown tables of timing results: times side by side, times faster than a baseline, other packages."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from statistics import geometric_mean
 

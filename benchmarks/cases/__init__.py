@@ -1,7 +1,5 @@
 """The families that the bench measures. A new family is one module beside this one and one entry in ``FAMILIES``."""
 
-from __future__ import annotations
-
 from benchmarks.case import Case, Family, Implementation
 from benchmarks.cases.attention import ATTENTION
 from benchmarks.cases.relational import RELATIONAL

@@ -4,8 +4,6 @@ Others are PyG's layers, their compiled form, unfused cuSPARSE calls and FlexAtt
 projected tensors, so that no linear layer is timed, and the same edges, without added loops.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any

@@ -3,8 +3,6 @@
 All of them take the same features and edges.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,16 +11,7 @@ from torch import Tensor
 from torch_geometric.nn.aggr import MultiAggregation
 from torch_geometric.nn.resolver import aggregation_resolver
 
-from benchmarks.case import (
-    DTYPES,
-    Call,
-    Case,
-    Family,
-    Forward,
-    Fused,
-    Implementation,
-    TorchCompiled,
-)
+from benchmarks.case import DTYPES, Call, Case, Family, Forward, Fused, Implementation, TorchCompiled
 from benchmarks.cases.sparse import Sparse
 from pyg_dfgnn.dispatch.segment import FAMILY, SegmentProblem
 from pyg_dfgnn.graph import Graph

@@ -1,7 +1,5 @@
 """A graph as the sparse matrices that cuSPARSE multiplies with, for the baselines of several families."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

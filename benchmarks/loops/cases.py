@@ -1,7 +1,5 @@
 """The loops as data: batches, model, how it is called, and which tensors are new in each step."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial

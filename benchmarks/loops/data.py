@@ -1,7 +1,5 @@
 """Batches of the loops, on the host: molecules, and generated graphs."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache, partial

@@ -4,8 +4,6 @@
 the sources, and prints a summary. Losses and gradients of the first step are compared with PyG's in float64 first.
 """
 
-from __future__ import annotations
-
 import copy
 import random
 import signal
