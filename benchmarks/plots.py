@@ -91,7 +91,6 @@ def draw_bars(axis: Any, groups: Sequence[Mapping[str, float]], labels: Sequence
 
 def speedup_figure(panels: Mapping[tuple[str, str], Panel], baseline: str, title: str) -> Any:
     """Return a figure of panels by row and column, whose bars start at 1, the baseline, on a logarithmic axis."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
     from matplotlib.patches import Patch
     from matplotlib.ticker import LogLocator, NullLocator
@@ -100,7 +99,6 @@ def speedup_figure(panels: Mapping[tuple[str, str], Panel], baseline: str, title
     groups = max(len(panel) for panel in panels.values())
     width_inches = max(6.5, max(3.6, 0.9 * groups) * len(columns))
     figure = Figure(figsize=(width_inches, 2.6 * len(rows) + 1.0), layout="constrained")
-    FigureCanvasAgg(figure)
     axes = figure.subplots(len(rows), len(columns), squeeze=False)
     labels = sorted(
         {label for panel in panels.values() for bars in panel.values() for label in bars},
@@ -112,10 +110,8 @@ def speedup_figure(panels: Mapping[tuple[str, str], Panel], baseline: str, title
         for place, bars in enumerate(panel.values()):
             if not bars:
                 axis.text(place, 1.05, "no time to\ncompare with", ha="center", va="bottom", fontsize="xx-small")
-        factors = [factor for bars in panel.values() for factor in bars.values()]
-        axis.set_ylim(
-            min([0.9, *(0.8 * factor for factor in factors)]), max([2.0, *(1.3 * factor for factor in factors)])
-        )
+        factors = [1.2, *(factor for bars in panel.values() for factor in bars.values())]
+        axis.set_ylim(min(0.9, 0.8 * min(factors)), max(2.0, 1.3 * max(factors)))
         axis.yaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
         axis.yaxis.set_major_formatter("{x:g}")
         axis.yaxis.set_minor_locator(NullLocator())

@@ -22,31 +22,21 @@ GPU = "nvidia-h200"
 """Where the figures were measured."""
 FIGURE = ROOT / "docs" / "times_faster.png"
 LOOPS = {
-    ("molecules", ""): "batches of molecules",
-    ("superpixels", ""): "batches of superpixels",
-    ("sampled", ""): "sampled neighbours",
-    ("own", "new"): "layers of one's own, new edges",
-    ("temporal", ""): "recurrent cells",
-    ("dynamic", ""): "neighbours found in each layer",
-    ("relations", ""): "relations by masks",
-    ("forces", ""): "energies and forces of molecules",
-    ("own", "same"): "layers of one's own",
-    ("edge_networks", ""): "networks on the edges of a mesh",
-    ("small", ""): "a graph like Cora",
-    ("large", "arxiv"): "a graph like ogbn-arxiv",
-    ("large", "reddit"): "a graph like Reddit, 20M edges",
+    ("molecules", ""): ("batches of molecules", "molecules,\nnew batches"),
+    ("superpixels", ""): ("batches of superpixels", "superpixels,\nnew batches"),
+    ("sampled", ""): ("sampled neighbours", "sampled\nneighbours"),
+    ("own", "new"): ("layers of one's own, new edges", ""),
+    ("temporal", ""): ("recurrent cells", ""),
+    ("dynamic", ""): ("neighbours found in each layer", ""),
+    ("relations", ""): ("relations by masks", ""),
+    ("forces", ""): ("energies and forces of molecules", ""),
+    ("own", "same"): ("layers of one's own", ""),
+    ("edge_networks", ""): ("networks on the edges of a mesh", "networks\non edges"),
+    ("small", ""): ("a graph like Cora", "a graph\nlike Cora"),
+    ("large", "arxiv"): ("a graph like ogbn-arxiv", "a graph like\nogbn-arxiv"),
+    ("large", "reddit"): ("a graph like Reddit, 20M edges", "a graph like\nReddit"),
 }
-"""What is shown of the loops, each by loop and size."""
-DRAWN = {
-    ("molecules", ""): "molecules,\nnew batches",
-    ("superpixels", ""): "superpixels,\nnew batches",
-    ("sampled", ""): "sampled\nneighbours",
-    ("edge_networks", ""): "networks\non edges",
-    ("small", ""): "a graph\nlike Cora",
-    ("large", "arxiv"): "a graph like\nogbn-arxiv",
-    ("large", "reddit"): "a graph like\nReddit",
-}
-"""Those in the figure of the README."""
+"""Loop and size -> words in the table, and those in the figure of the README, where it is drawn."""
 WAYS_TO_TRAIN = {
     "pyg_compile": "PyG, compiled",
     "ours": "pyg_dfgnn",
@@ -100,7 +90,7 @@ def loops() -> str:
             values = by_way.get(way, {}).values()
             span = f" ({min(values):.2g} to {max(values):.2g})" if len(values) > 1 else ""
             cells.append(f"{geometric_mean(values):.2g}{span}" if values else "-")
-        body.append([LOOPS[place], f"{geometric_mean(by_way['pyg'].values()):.3g}", *cells])
+        body.append([LOOPS[place][0], f"{geometric_mean(by_way['pyg'].values()):.3g}", *cells])
     return markdown(["training step", "PyG, ms", *ways.values()], body)
 
 
@@ -253,23 +243,21 @@ def documents() -> list[Path]:
 
 def draw(path: Path) -> None:
     """Draw how many times faster than PyG's a training step is, one group of bars per loop."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    factors = {place: by_way for place, by_way in _factors().items() if place in DRAWN}
+    factors = {place: by_way for place, by_way in _factors().items() if LOOPS[place][1]}
     titles = _ways().items()
     groups = [
         {title: geometric_mean(by[way].values()) for way, title in titles if way in by} for by in factors.values()
     ]
     figure = Figure(figsize=(9.5, 3.4), layout="constrained")
-    FigureCanvasAgg(figure)
     axis = figure.subplots()
     for bars in draw_bars(axis, groups, [title for _, title in titles]):
         axis.bar_label(bars, [f"{height + 1:.2g}x" for height in bars.datavalues], fontsize="xx-small", padding=1)
     axis.set_yticks([1, 2, 5, 10, 20], ["1", "2", "5", "10", "20"])
     axis.minorticks_off()
     axis.margins(y=0.12)
-    axis.set_xticks(range(len(factors)), [DRAWN[place] for place in factors], fontsize="small")
+    axis.set_xticks(range(len(factors)), [LOOPS[place][1] for place in factors], fontsize="small")
     axis.set_ylabel("times faster than PyG")
     axis.set_title("A training step, geometric mean over models, float32, one H200", fontsize="medium")
     axis.spines[["top", "right"]].set_visible(False)
