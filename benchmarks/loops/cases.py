@@ -21,14 +21,9 @@ NOT_CAPTURED = "each step has new edges that are no batch of small graphs, or a 
 
 @dataclass(frozen=True)
 class LoopCase:
-    """One row of the bench.
+    """One row of the bench, named by loop, model and size; `make` takes the first batch, and cases share batches.
 
     Attributes:
-        loop, model, size: Its name.
-        source: Makes the batches, which cases share.
-        make: (first batch) -> the model, of PyG's layers.
-        forward: (model, batch) -> output.
-        loss: (output, batch) -> the loss.
         fresh: Names of the tensors that are new in each step; None: all.
         capture: "graphs": batches of small graphs; "whole": one batch, refilled; "" : not captured.
         trains: Whether a step has an optimizer.
@@ -121,17 +116,20 @@ def _molecules(small: bool) -> Iterator[LoopCase]:
     def make(batch: Any) -> nn.Module:
         return ContinuousFilterNet(batch.x.size(1), 1, hidden_channels=width)
 
-    yield LoopCase("molecules", "filters", size, source, make, _call_filters, _weighted_square, capture="graphs")
+    def call(model: nn.Module, batch: Any) -> Tensor:
+        out = model(batch.x, batch.edge_index, batch.batch, batch.num_graphs, edge_attr=batch.edge_attr)
+        return out.view(-1)  # type: ignore[no-any-return]
 
-
-def _call_filters(model: nn.Module, batch: Any) -> Tensor:
-    out = model(batch.x, batch.edge_index, batch.batch, batch.num_graphs, edge_attr=batch.edge_attr)
-    return out.view(-1)  # type: ignore[no-any-return]
+    yield LoopCase("molecules", "filters", size, source, make, call, _weighted_square, capture="graphs")
 
 
 def _superpixels(small: bool) -> Iterator[LoopCase]:
     batch, nodes = (4, 12) if small else (128, 75)
     yield from _graph_level("superpixels", f"b{batch}", partial(data.superpixels, batch, nodes), 16 if small else 64)
+
+
+def _kinds(relations: Sequence[data.Relation]) -> list[str]:
+    return list(dict.fromkeys(relation[0] for relation in relations))
 
 
 def _hetero_convs(relations: Sequence[data.Relation], layer: Callable[[], nn.Module]) -> nn.Module:
@@ -140,41 +138,34 @@ def _hetero_convs(relations: Sequence[data.Relation], layer: Callable[[], nn.Mod
 
 def _generated_convs(relations: Sequence[data.Relation], layer: Callable[[], nn.Module]) -> nn.Module:
     """Return a conv for each relation, in a model that PyG generates."""
-    kinds = list(dict.fromkeys(relation[0] for relation in relations))
-    generated: nn.Module = pyg.to_hetero(layers.OfOneType(layer()), (kinds, list(relations)))
-    return generated
+    return pyg.to_hetero(layers.OfOneType(layer()), (_kinds(relations), list(relations)))  # type: ignore[no-any-return]
 
 
 def _sampled(small: bool) -> Iterator[LoopCase]:
     seeds, fans, wide, width = (16, (5, 3), 16, 16) if small else (1024, (25, 10), 256, 64)
     blocks, size = partial(data.sampled, seeds, fans, small), f"s{seeds}-h{wide}"
     call = _reads("x", "edge_index_1", "rows_1", "edge_index_0", "rows_0")
+    models: dict[str, Callable[[Any], nn.Module]] = {
+        "sage": lambda _: layers.Blocks([pyg.SAGEConv(100, wide), pyg.SAGEConv(wide, 47)]),
+        "gat": lambda _: layers.Blocks([pyg.GATConv(100, wide // 4, heads=4), pyg.GATConv(wide, 47, heads=1)]),
+        "rgcn": lambda _: layers.Typed([pyg.RGCNConv(128, width, len(MAG)), pyg.RGCNConv(width, 349, len(MAG))]),
+    }
+    for name in ("sage", "gat"):
+        yield LoopCase("sampled", name, size, blocks, models[name], call, _classes)
 
-    def sage(_: Any) -> nn.Module:
-        return layers.Blocks([pyg.SAGEConv(100, wide), pyg.SAGEConv(wide, 47)])
-
-    def gat(_: Any) -> nn.Module:
-        return layers.Blocks([pyg.GATConv(100, wide // 4, heads=4), pyg.GATConv(wide, 47, heads=1)])
-
-    def rgcn(_: Any) -> nn.Module:
-        return layers.Typed([pyg.RGCNConv(128, width, len(MAG)), pyg.RGCNConv(width, 349, len(MAG))])
-
-    yield LoopCase("sampled", "sage", size, blocks, sage, call, _classes)
-    yield LoopCase("sampled", "gat", size, blocks, gat, call, _classes)
-
-    size, call = f"s{seeds}-h{width}", _reads("x", "edge_index", "edge_type", "num_seeds")
-    yield LoopCase("sampled", "rgcn", size, partial(data.sampled_mag_typed, seeds, fans, small), rgcn, call, _classes)
+    typed, size = partial(data.sampled_mag_typed, seeds, fans, small), f"s{seeds}-h{width}"
+    call = _reads("x", "edge_index", "edge_type", "num_seeds")
+    yield LoopCase("sampled", "rgcn", size, typed, models["rgcn"], call, _classes)
 
     mag = partial(data.sampled_mag, seeds, fans, small), MAG
     tables = partial(data.sampled_tables, seeds // 2, fans, small), TABLES
 
     def case(name: str, place: tuple[Any, Sequence[data.Relation]], conv: Callable[[], nn.Module]) -> LoopCase:
         source, relations = place
-        kinds, start = list(dict.fromkeys(relation[0] for relation in relations)), relations[0][2]
         call = _reads("x_dict", "edge_index_dict", "num_seeds")
 
         def make(_: Any) -> nn.Module:
-            return layers.Hetero(kinds, width, start, [conv(), conv()])
+            return layers.Hetero(_kinds(relations), width, relations[0][2], [conv(), conv()])
 
         return LoopCase("sampled", name, size, source, make, call, _classes)
 
@@ -229,30 +220,29 @@ def _large(small: bool) -> Iterator[LoopCase]:
             yield LoopCase("large", name, size, source, make, _call, _classes, fresh=(), capture="whole")
 
 
-def _cell(conv: Callable[[int, int], nn.Module], width: int, _: Any) -> nn.Module:
-    return layers.Recurrent(width, [conv(2 + width, 2 * width), conv(2 + width, width)])
-
-
 def _temporal(small: bool) -> Iterator[LoopCase]:
     shape, width = ((20, 60, 2, 3), 8) if small else ((207, 1722, 32, 12), 64)
     source, size = partial(data.series, *shape), f"b{shape[2]}-t{shape[3]}"
     call, fresh = _reads("x", "edge_index", "edge_weight"), ("x", "target")
+
+    def make(conv: Callable[[int, int], nn.Module], _: Any) -> nn.Module:
+        return layers.Recurrent(width, [conv(2 + width, 2 * width), conv(2 + width, width)])
+
     for name, conv in (("gcn", pyg.GCNConv), ("diffusion", layers.Diffusion)):
-        yield LoopCase("temporal", name, size, source, partial(_cell, conv, width), call, _numbers, fresh, "whole")
+        yield LoopCase("temporal", name, size, source, partial(make, conv), call, _numbers, fresh, "whole")
 
 
 def _dynamic(small: bool) -> Iterator[LoopCase]:
     count, points, k = (2, 16, 4) if small else (32, 1024, 20)
     source, size, call = partial(data.clouds, count, points), f"{count}x{points}-k{k}", _reads("x", "num_clouds")
-
-    def edgeconv(_: Any) -> nn.Module:
-        return layers.Clouds(128, k, [pyg.EdgeConv(mlp(6, 64)), pyg.EdgeConv(mlp(128, 128))])
-
-    def point_transformer(_: Any) -> nn.Module:
-        return layers.Clouds(64, k, [pyg.PointTransformerConv(3, 32), pyg.PointTransformerConv(32, 64)])
-
-    for make in (edgeconv, point_transformer):
-        yield LoopCase("dynamic", make.__name__, size, source, make, call, _classes)
+    models: dict[str, Callable[[Any], nn.Module]] = {
+        "edgeconv": lambda _: layers.Clouds(128, k, [pyg.EdgeConv(mlp(6, 64)), pyg.EdgeConv(mlp(128, 128))]),
+        "point_transformer": lambda _: layers.Clouds(
+            64, k, [pyg.PointTransformerConv(3, 32), pyg.PointTransformerConv(32, 64)]
+        ),
+    }
+    for name, make in models.items():
+        yield LoopCase("dynamic", name, size, source, make, call, _classes)
 
 
 def _relations(small: bool) -> Iterator[LoopCase]:
@@ -278,21 +268,19 @@ OWN: dict[str, tuple[Callable[[int], nn.Module], bool]] = {
 }
 
 
-def _own_layers(name: str, width: int, _: Any) -> nn.Module:
-    layer, _ = OWN[name]
-    # The first layer of GatedGCN makes features of edges as wide as those of nodes.
-    return layers.NodeLevel([layer(width), layers.GatedGCN(width, width) if name == "gatedgcn" else layer(width)])
-
-
 def _own(small: bool) -> Iterator[LoopCase]:
     nodes, edges, width = (30, 90, 8) if small else (10_000, 60_000, 64)
+
+    def make(name: str, _: Any) -> nn.Module:
+        layer = OWN[name][0]
+        # The first layer of GatedGCN makes features of edges as wide as those of nodes.
+        return layers.NodeLevel([layer(width), layers.GatedGCN(width, width) if name == "gatedgcn" else layer(width)])
+
     for name, (_, takes_edges) in OWN.items():
-        make = partial(_own_layers, name, width)
         call = _reads("x", "edge_index", "edge_attr") if takes_edges else _call
-        for size, pool, fresh in (("new", data.POOL, None), ("same", 1, ())):
+        for size, pool, fresh, capture in (("new", data.POOL, None, ""), ("same", 1, (), "whole")):
             source = partial(data.graphs, nodes, edges, width, pool)
-            capture = "" if fresh is None else "whole"
-            yield LoopCase("own", name, size, source, make, call, _numbers, fresh, capture)
+            yield LoopCase("own", name, size, source, partial(make, name), call, _numbers, fresh, capture)
 
 
 def _call_layer(model: nn.Module, batch: Any) -> Tensor:
@@ -315,18 +303,17 @@ EDGE_NETWORKS: dict[str, tuple[Callable[[int, int], nn.Module], int]] = {
 }
 
 
-def _edge_layers(name: str, edge_width: int, width: int, _: Any) -> nn.Module:
-    return layers.OnMeshes([EDGE_NETWORKS[name][0](width, edge_width) for _ in range(2)])
-
-
 def _edge_networks(small: bool) -> Iterator[LoopCase]:
     call = _reads("x", "edge_index", "pos", "edge_attr")
-    for name, (_, width) in EDGE_NETWORKS.items():
+
+    def make(layer: Callable[[int, int], nn.Module], width: int, edge_width: int, _: Any) -> nn.Module:
+        return layers.OnMeshes([layer(width, edge_width) for _ in range(2)])
+
+    for name, (layer, width) in EDGE_NETWORKS.items():
         count, nodes, width = (2, 12, 8) if small else (1024, 71, width)
         edge_width = width if name == "meshgraphnet" else 16
-        make = partial(_edge_layers, name, edge_width, width)
-        source = partial(data.meshes, count, nodes, width, edge_width)
-        yield LoopCase("edge_networks", name, f"h{width}", source, make, call, _numbers, (), "whole")
+        source, model = partial(data.meshes, count, nodes, width, edge_width), partial(make, layer, width, edge_width)
+        yield LoopCase("edge_networks", name, f"h{width}", source, model, call, _numbers, (), "whole")
 
 
 def _call_forces(model: nn.Module, batch: Any) -> tuple[Tensor, Tensor]:
@@ -347,16 +334,16 @@ def _energies_and_forces(out: tuple[Tensor, Tensor], batch: Any) -> Tensor:
 BLOCKS: dict[str, Callable[[int], nn.Module]] = {"schnet": layers.FilterBlock, "painn": layers.VectorBlock}
 
 
-def _force_blocks(name: str, width: int, _: Any) -> nn.Module:
-    return layers.Energies(width, [BLOCKS[name](width) for _ in range(3)])
-
-
 def _forces(small: bool) -> Iterator[LoopCase]:
     batch, width = (4, 8) if small else (128, 64)
     source, size = partial(data.qm9, batch, "positions"), f"qm9-b{batch}-h{width}"
-    for name in BLOCKS:
-        make = partial(_force_blocks, name, width)
-        yield LoopCase("forces", name, size, source, make, _call_forces, _energies_and_forces, capture="graphs")
+
+    def make(block: Callable[[int], nn.Module], _: Any) -> nn.Module:
+        return layers.Energies(width, [block(width) for _ in range(3)])
+
+    for name, block in BLOCKS.items():
+        model = partial(make, block)
+        yield LoopCase("forces", name, size, source, model, _call_forces, _energies_and_forces, capture="graphs")
 
 
 HOST = {
@@ -376,17 +363,8 @@ def _host(small: bool) -> Iterator[LoopCase]:
                 yield LoopCase("host", name, size + suffix, source, make, _call_layer, _numbers, fresh, trains=False)
 
 
-LOOPS: dict[str, Callable[[bool], Iterator[LoopCase]]] = {
-    "molecules": _molecules,
-    "superpixels": _superpixels,
-    "sampled": _sampled,
-    "small": _small,
-    "large": _large,
-    "temporal": _temporal,
-    "dynamic": _dynamic,
-    "relations": _relations,
-    "own": _own,
-    "edge_networks": _edge_networks,
-    "forces": _forces,
-    "host": _host,
-}
+_LOOPS = (
+    *(_molecules, _superpixels, _sampled, _small, _large, _temporal),
+    *(_dynamic, _relations, _own, _edge_networks, _forces, _host),
+)
+LOOPS: dict[str, Callable[[bool], Iterator[LoopCase]]] = {loop.__name__[1:]: loop for loop in _LOOPS}

@@ -38,13 +38,7 @@ PRODUCTS, PRODUCTS_NODES = (("n", "to", "n"),), {"n": 2_449_029}
 
 @dataclass(frozen=True)
 class HostBatches:
-    """Batches on the host.
-
-    Attributes:
-        batches: One per step, then again from the first.
-        groups: The graphs of each batch, where batches are made of small graphs.
-        origin: Where the data come from.
-    """
+    """Batches on the host, one per step and then again from the first; `groups` are the small graphs of each."""
 
     batches: list[Any]
     groups: list[list[Data]] = field(default_factory=list)
@@ -82,9 +76,7 @@ def molecules(batch_size: int) -> HostBatches:
 def qm9(batch_size: int, form: str = "functions") -> HostBatches:
     """Molecules of QM9 with edges between atoms within 5 Angstrom.
 
-    Args:
-        batch_size: Molecules of a batch.
-        form: "functions" of the lengths of edges, "lengths", as training has them, or "positions" of atoms.
+    The form is "functions" of the lengths of edges, "lengths", as training has them, or "positions" of atoms.
     """
     task = datasets.qm9(radius=RADIUS, num_graphs=min(POOL * batch_size, 20_000))
     centres, graphs = torch.linspace(0, RADIUS, 16), []
@@ -105,20 +97,13 @@ def superpixels(batch_size: int, nodes: int = 75) -> HostBatches:
     for _ in range(POOL):
         points = torch.rand(batch_size, nodes, 2, generator=generator)
         near = torch.cdist(points, points).topk(9, largest=False)
+        lengths, source = near.values[:, :, 1:].reshape(batch_size, -1, 1), near.indices[:, :, 1:].flatten(1)
         target = torch.arange(nodes).repeat_interleave(8)
-        colours = torch.rand(batch_size, nodes, 1, generator=generator)
+        x = torch.cat([points, torch.rand(batch_size, nodes, 1, generator=generator)], dim=2)
         y = torch.randn(batch_size, 1, generator=generator)
-        groups.append(
-            [
-                Data(
-                    x=torch.cat([points[i], colours[i]], dim=1),
-                    edge_index=torch.stack([near.indices[i, :, 1:].flatten(), target]),
-                    edge_attr=near.values[i, :, 1:].reshape(-1, 1),
-                    y=y[i],
-                )
-                for i in range(batch_size)
-            ]
-        )
+        edges = (torch.stack([each, target]) for each in source)
+        parts = zip(x, edges, lengths, y)
+        groups.append([Data(x=x, edge_index=edges, edge_attr=length, y=y) for x, edges, length, y in parts])
     return _batched(groups)
 
 
@@ -138,9 +123,9 @@ def sample(
     """Sample neighbours layer by layer from a graph whose in-degrees are log-normal and whose out-degrees are skewed.
 
     Args:
-        relations: Source type, name and target type.
+        relations: Source type, name and target type; seeds are of the type that the first one points to.
         counts: Nodes of each type.
-        seeds: Number of seeds, of the type that the first relation points to.
+        seeds: Number of seeds.
         fans: Neighbours of a node and relation, layer by layer.
         seed: Of the random numbers.
         blocks: Whether each layer samples for all nodes so far, as bipartite blocks need; else for the new ones.
@@ -237,16 +222,13 @@ def graphs(nodes: int, edges: int, width: int, pool: int, relations: int = 1, po
     batches = []
     for seed in range(pool):
         generator = generator_of(seed, "cpu")
-        batches.append(
-            Data(
-                x=torch.randn(nodes, width, generator=generator),
-                edge_index=(torch.rand(2, edges, generator=generator, dtype=torch.float64) ** power * nodes).long(),
-                edge_attr=torch.randn(edges, EDGE, generator=generator),
-                edge_type=torch.randint(relations, (edges,), generator=generator),
-                y=torch.randint(7, (nodes,), generator=generator),
-                target=torch.randn(nodes, width, generator=generator),
-            )
-        )
+        graph = Data(x=torch.randn(nodes, width, generator=generator))
+        graph.edge_index = (torch.rand(2, edges, generator=generator, dtype=torch.float64) ** power * nodes).long()
+        graph.edge_attr = torch.randn(edges, EDGE, generator=generator)
+        graph.edge_type = torch.randint(relations, (edges,), generator=generator)
+        graph.y = torch.randint(7, (nodes,), generator=generator)
+        graph.target = torch.randn(nodes, width, generator=generator)
+        batches.append(graph)
     return HostBatches(batches)
 
 
