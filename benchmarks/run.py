@@ -19,24 +19,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from benchmarks import plots, tables
+from benchmarks import isolated, plots, results, tables
 from benchmarks.case import DTYPES, Case, Implementation, forward_backward, in_force, rounded_problem
 from benchmarks.cases import FAMILY_OF, OURS, TITLES, case_of, implementation_of
 from benchmarks.graphs import benchmark_graph, compare_with_recipe, compressed, recipe_of
-from benchmarks.isolated import EndedError, results
-from benchmarks.results import (
-    Progress,
-    Row,
-    Rows,
-    Table,
-    default_folder,
-    device_of,
-    environment,
-    file_stem,
-    latest,
-    now,
-    reason,
-)
+from benchmarks.results import Progress, Row, Rows, Table, environment
 from benchmarks.timing import RELEASED_ELEMENTS, Pace, TimedCall, Timer, Timing
 from pyg_dfgnn.dispatch.gpu import gpu_of
 from pyg_dfgnn.errors import check_choice
@@ -108,8 +95,8 @@ class Experiment(SimpleNamespace):
         for op in values["ops"]:
             for size in values["sizes"]:
                 case_of(op, size)
-        values |= {"pace": Pace(**values["pace"]), "device": device_of(values["device"])}
-        values["folder"] = Path(values["folder"] or default_folder("bench", values["device"], values["small"]))
+        values |= {"pace": Pace(**values["pace"]), "device": results.device_of(values["device"])}
+        values["folder"] = Path(values["folder"] or results.default_folder("bench", values["device"], values["small"]))
         return Experiment(**values)
 
     def jobs(self, graph: str) -> Iterator[Job]:
@@ -166,7 +153,7 @@ class Problem:
 def graph_columns(graph: EdgeList) -> dict[str, Any]:
     """The columns that describe a graph, and what is measured with."""
     sizes = {"nodes": graph.num_dst, "edges": graph.num_edges, "max_degree": graph.max_degree}
-    return {"graph": graph.name, **sizes, "time": now(), **environment(graph.device)}
+    return {"graph": graph.name, **sizes, "time": results.now(), **environment(graph.device)}
 
 
 class Measurement:
@@ -198,7 +185,7 @@ class Measurement:
             try:
                 yield from self._measure()
             except (RuntimeError, ValueError) as error:
-                yield {**self.base, "status": reason(error)}
+                yield {**self.base, "status": results.reason(error)}
             if self.graph.num_edges * self.case.width > RELEASED_ELEMENTS:
                 self.timer.release()
 
@@ -237,7 +224,7 @@ class Measurement:
                 try:
                     yield self._timed(row, self.timer.time(self.timer.replay(call)))
                 except RuntimeError as error:
-                    yield {**row, "status": reason(error)}
+                    yield {**row, "status": results.reason(error)}
 
     def _timed(self, row: dict[str, Any], timing: Timing) -> dict[str, Any]:
         compulsory = self.case.compulsory_bytes(self.graph, row["direction"], self.dtype.itemsize)
@@ -281,12 +268,12 @@ def run(config: Mapping[str, Any]) -> int:
         0: all done; 1: a result of ours is wrong; 2: stopped early.
     """
     experiment = Experiment.of(config)
-    folder = experiment.folder / file_stem(experiment.device, experiment.small)
+    folder = experiment.folder / results.file_stem(experiment.device, experiment.small)
     path = folder / f"{experiment.file}.csv"
     table = Table(path, FIELDS)
     finished = experiment.summary or _fill(experiment, table)
     # Rows of other sources stay until the same thing has been measured anew.
-    rows = latest(table.rows(), tables.NAMES)
+    rows = results.latest(table.rows(), tables.NAMES)
     if rows:
         on_gpu = experiment.device.type == "cuda"
         table.keep(rows)
@@ -348,6 +335,6 @@ def _fill(experiment: Experiment, table: Table) -> bool:
 def _isolated(experiment: Experiment, job: Job, graph: EdgeList) -> list[Row]:
     """Return the rows of a job from a process of its own, or the reason why there are none."""
     try:
-        return list(results(rows_of_job, (experiment, job), experiment.isolated["limit_s"]))
-    except EndedError as ended:
+        return list(isolated.results(rows_of_job, (experiment, job), experiment.isolated["limit_s"]))
+    except isolated.EndedError as ended:
         return [{**job.columns, **graph_columns(graph), "status": str(ended)}]

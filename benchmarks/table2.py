@@ -28,24 +28,8 @@ from hydra.core.hydra_config import HydraConfig
 from hydra.utils import instantiate
 from omegaconf import DictConfig, OmegaConf
 
-from benchmarks import CONFIGS
-from benchmarks.isolated import EndedError, results
-from benchmarks.results import MEASURED_ROOMS as LAYER_ROOMS
-from benchmarks.results import (
-    OUT_OF_MEMORY,
-    Progress,
-    Row,
-    Table,
-    default_folder,
-    device_of,
-    environment,
-    file_stem,
-    latest,
-    markdown,
-    now,
-    reason,
-    source_digest,
-)
+from benchmarks import CONFIGS, isolated, results
+from benchmarks.results import OUT_OF_MEMORY, Progress, Row, Table, latest, source_digest
 from benchmarks.table2_steps import PHASES, STEP_BY_STEP, SUMMED, Backend, Reference, TaskBatches, measure
 from benchmarks.training import training_config
 from pyg_dfgnn.datasets import Task
@@ -62,7 +46,7 @@ FIELDS = [
 ]
 CELL = ("model", "dataset", "backend")
 """Columns that name a cell."""
-MEASURED_ROOMS = (*LAYER_ROOMS, "nn", "models", "training")
+MEASURED_ROOMS = (*results.MEASURED_ROOMS, "nn", "models", "training")
 """Rooms whose text decides what a step of ours takes."""
 
 PRINTED = ("transfer", *SUMMED, "sum", "optimizer")
@@ -100,13 +84,13 @@ class Options(SimpleNamespace):
         Raises:
             ValueError: A value is out of range.
         """
-        pace, device = SimpleNamespace(**config["pace"]), device_of(config["device"])
+        pace, device = SimpleNamespace(**config["pace"]), results.device_of(config["device"])
         for name in ("batch_size", "num_batches"):
             check_range(name, config[name], 1)
         check_range("warm_up", pace.warm_up, 1)
         check_range("steps", pace.steps, pace.warm_up + 1)
         check_range("rounds", pace.rounds, 1)
-        folder = Path(config["folder"] or default_folder("table2", device))
+        folder = Path(config["folder"] or results.default_folder("table2", device))
         return Options(**{**config, "model_name": model_name, "pace": pace, "device": device, "folder": folder})
 
     @property
@@ -120,7 +104,7 @@ class Options(SimpleNamespace):
     def provenance(self) -> dict[str, Any]:
         """Return the model, setting, environment and source digest of the rows of a cell."""
         named = {"model": self.model_name, "setting": self.setting}
-        return {**named, **environment(self.device), "digest": source_digest(MEASURED_ROOMS)}
+        return {**named, **results.environment(self.device), "digest": source_digest(MEASURED_ROOMS)}
 
     def cells(self) -> list[Cell]:
         """Data set by data set."""
@@ -163,7 +147,7 @@ def work(options: Options, cells: Sequence[Cell]) -> Iterator[Message]:
             reference = reference or own
         except Exception as error:
             # A compiler raises anything, and the other cells go on.
-            yield {**base, "status": reason(error)}
+            yield {**base, "status": results.reason(error)}
 
 
 def _task(options: Options, cell: Cell) -> Task:
@@ -176,7 +160,7 @@ def _task(options: Options, cell: Cell) -> Task:
 
 def cell_columns(options: Options, cell: Cell) -> dict[str, Any]:
     """The columns that name a cell, and what it was measured with."""
-    names = {"dataset": cell.dataset, "backend": cell.backend.name, "bound": options.pace.bound, "time": now()}
+    names = {"dataset": cell.dataset, "backend": cell.backend.name, "bound": options.pace.bound, "time": results.now()}
     return {**names, **options.provenance()}
 
 
@@ -195,7 +179,7 @@ def source_columns(source: TaskBatches) -> dict[str, Any]:
 
 def run(options: Options) -> int:
     """Measure what the results of a model lack and print its table; return 1 for a wrong result, 2 if stopped early."""
-    table = Table(options.folder / f"{options.model_name}-{file_stem(options.device)}.csv", FIELDS)
+    table = Table(options.folder / f"{options.model_name}-{results.file_stem(options.device)}.csv", FIELDS)
     finished = options.summary or _fill(options, table)
     rows = latest([row for row in table.rows() if row["setting"] == options.setting], CELL)
     if rows:
@@ -257,13 +241,13 @@ def _rows(options: Options, cells: Sequence[Cell]) -> Iterator[dict[str, Any]]:
         return
     done = 0
     try:
-        for row in results(work, (options, cells), options.limit_s):
+        for row in isolated.results(work, (options, cells), options.limit_s):
             done += 1
             yield row
             # What failed may have left the device unusable, and what ran out of memory may still hold some.
             if row["status"].startswith(("failed", OUT_OF_MEMORY)):
                 return
-    except EndedError as ended:
+    except isolated.EndedError as ended:
         yield {**cell_columns(options, cells[done]), "status": str(ended)}
 
 
@@ -301,7 +285,7 @@ def times_table(rows: Sequence[Row]) -> str:
         peak_gb = f"{float(row['peak_mb']) / 1e3:.2f}" if row["peak_mb"] else ""
         factors = (f"{by[key]:.2f}x" if key in by else "" for by in (by_sum, by_step))
         lines.append([*key, *ms.values(), f"{float(row['wall_ms']):.3g}", peak_gb, *factors])
-    return markdown(header, lines)
+    return results.markdown(header, lines)
 
 
 @hydra.main(version_base="1.3", config_path=str(CONFIGS), config_name="table2")

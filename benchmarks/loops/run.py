@@ -19,21 +19,9 @@ import torch
 from torch import Tensor, nn
 
 import pyg_dfgnn
+from benchmarks import results
 from benchmarks.loops.cases import LOOPS, NOT_CAPTURED, LoopCase
-from benchmarks.results import (
-    MEASURED_ROOMS,
-    Progress,
-    Rows,
-    Table,
-    default_folder,
-    device_of,
-    environment,
-    latest,
-    markdown,
-    now,
-    reason,
-    source_digest,
-)
+from benchmarks.results import MEASURED_ROOMS, Progress, Rows, Table, markdown, source_digest
 from benchmarks.timing import Timer, Timing
 from benchmarks.training import flat_gradient
 from pyg_dfgnn.capture import Capacity
@@ -75,18 +63,7 @@ class Batches:
 
 
 class Steps:
-    """One implementation of a case.
-
-    Args:
-        name: A key of :data:`BASELINE`.
-        case: What is trained.
-        model: Where it starts, on its device; it is copied.
-        batches: On that device.
-
-    Attributes:
-        model: What is trained.
-        batches: What each step takes.
-        call: Takes a step on a batch, returns the loss.
+    """One implementation of a case, by a key of :data:`BASELINE`, from a copy of a model; `call` takes a step.
 
     Raises:
         UnsupportedError: The case has no such implementation.
@@ -113,25 +90,22 @@ class Steps:
 
     def _capture(self) -> None:
         case = self.case
-        if not case.trains:
-            raise UnsupportedError(["a step without an optimizer"], what="capture_step")
-        if not case.capture:
-            raise UnsupportedError([NOT_CAPTURED], what="capture_step")
-        options: dict[str, Any] = {"forward": case.forward}
+        if not case.trains or not case.capture:
+            why = NOT_CAPTURED if case.trains else "a step without an optimizer"
+            raise UnsupportedError([why], what="capture_step")
         if case.capture == "whole":
             room = self.batches.take(0, 1)[0]
-            step = pyg_dfgnn.capture_step(self.model, case.loss, self.optimizer, room, **options)
+        else:
+            groups = case.source().groups
+            room = Capacity.of([graph for group in groups for graph in group], len(groups[0]))
+        step: Any = pyg_dfgnn.capture_step(self.model, case.loss, self.optimizer, room, forward=case.forward)
 
-            def refilled(batch: Any) -> Tensor:
-                for key in case.fresh or ():
-                    room[key].copy_(batch[key])
-                return step()
+        def refilled(batch: Any) -> Tensor:
+            for key in case.fresh or ():
+                room[key].copy_(batch[key])
+            return step()  # type: ignore[no-any-return]
 
-            self.call = refilled
-            return
-        groups = case.source().groups
-        capacity = Capacity.of([graph for group in groups for graph in group], len(groups[0]))
-        self.call = pyg_dfgnn.capture_step(self.model, case.loss, self.optimizer, capacity, **options)
+        self.call = refilled if case.capture == "whole" else step
 
     def take(self, batches: list[Any]) -> Tensor:
         """Take a step on each batch; return the last loss."""
@@ -162,17 +136,12 @@ def cases_of(config: Mapping[str, Any]) -> list[LoopCase]:
     Raises:
         ValueError: A loop or an implementation is not among the choices.
     """
-    for loop in config["loops"]:
-        check_choice("loops", loop, tuple(LOOPS))
-    for name in config["implementations"]:
-        check_choice("implementations", name, tuple(BASELINE))
+    for option, choices in (("loops", LOOPS), ("implementations", BASELINE)):
+        for name in config[option]:
+            check_choice(option, name, tuple(choices))
+    models, sizes = config["models"], config["sizes"]
     cases = [case for loop in config["loops"] for case in LOOPS[loop](config["small"])]
-    return [
-        case
-        for case in cases
-        if (not config["models"] or case.model in config["models"])
-        and (not config["sizes"] or case.size in config["sizes"])
-    ]
+    return [case for case in cases if case.model in (models or [case.model]) and case.size in (sizes or [case.size])]
 
 
 class Turns:
@@ -180,9 +149,8 @@ class Turns:
 
     def __init__(self, case: LoopCase, names: Sequence[str], timer: Timer, config: Mapping[str, Any]) -> None:
         needed = {"pyg", *names, *(BASELINE[name] for name in names)}
-        self.case, self.timer, self.config = case, timer, config
+        self.case, self.timer, self.config, self.block = case, timer, config, config["block"]
         self.names = [name for name in BASELINE if name in needed]
-        self.block = config["block"]
         self.batches = Batches(case, timer.device)
         self.pygs: dict[str, float] | None = None
         self.loss: Tensor | None = None
@@ -214,8 +182,7 @@ class Turns:
 
     def _warm_up(self, name: str, model: nn.Module, reference: tuple[Tensor, Tensor]) -> None:
         """Compare the first step of an implementation, and take it to where its steps are timed."""
-        row: dict[str, Any] = {"implementation": name}
-        self.rows[name] = row
+        row = self.rows[name] = {"implementation": name}
         timer, started = self.timer, time.perf_counter()
         try:
             with limited(self.config["warm_up_limit_s"]):
@@ -247,7 +214,7 @@ class Turns:
                 row |= {"peak_mb": f"{peak:.5g}" if has_peak else "", "status": "ok"}
                 self.steps[name] = steps
         except Exception as error:
-            row["status"] = reason(error)
+            row["status"] = results.reason(error)
 
     def _samples(self) -> dict[str, list[float]]:
         """Milliseconds per step of each block."""
@@ -263,7 +230,7 @@ class Turns:
                 try:
                     elapsed_ms = self.timer.wall_ms(partial(steps.take, batches))
                 except Exception as error:
-                    self.rows[name]["status"] = reason(error)
+                    self.rows[name]["status"] = results.reason(error)
                     del self.steps[name]
                     continue
                 spent += elapsed_ms / 1e3
@@ -274,8 +241,8 @@ class Turns:
 
 def run(config: Mapping[str, Any]) -> int:
     """Measure what the config names; return the exit code, 2 where time ran out."""
-    device, cases = device_of(config["device"]), cases_of(config)
-    table = Table(Path(config["folder"] or default_folder("", device, config["small"])) / "loops.csv", FIELDS)
+    device, cases = results.device_of(config["device"]), cases_of(config)
+    table = Table(Path(config["folder"] or results.default_folder("", device, config["small"])) / "loops.csv", FIELDS)
     code = 0 if config["summary"] else _measure(cases, table, Timer(device), config)
     print(summary(table.rows()))
     return code
@@ -286,7 +253,7 @@ def _measure(cases: Sequence[LoopCase], table: Table, timer: Timer, config: Mapp
     # Compiled steps of one class but of several models count together.
     dynamo_config.recompile_limit = 64
     progress = Progress(config["limit_s"])
-    provenance = environment(timer.device) | {"digest": source_digest((*MEASURED_ROOMS, "nn", "capture"))}
+    provenance = results.environment(timer.device) | {"digest": source_digest((*MEASURED_ROOMS, "nn", "capture"))}
     done = {tuple(row[name] for name in KEY) for row in table.rows() if row["digest"] == provenance["digest"]}
     for case in cases:
         base: dict[str, Any] = {**provenance, "loop": case.loop, "model": case.model, "size": case.size}
@@ -299,8 +266,8 @@ def _measure(cases: Sequence[LoopCase], table: Table, timer: Timer, config: Mapp
         try:
             measured = Turns(case, names, timer, config).measure()
         except Exception as error:
-            measured = {name: {"implementation": name, "status": reason(error)} for name in names}
-        rows = [{**base, "time": now(), **measured[name]} for name in names]
+            measured = {name: {"implementation": name, "status": results.reason(error)} for name in names}
+        rows = [{**base, "time": results.now(), **measured[name]} for name in names]
         table.append(rows)
         print(*map(line, rows), sep="\n", flush=True)
         timer.release()
@@ -321,7 +288,7 @@ def summary(rows: Rows) -> str:
 
     Of rows of one name the last counts.
     """
-    rows = latest(rows, KEY)
+    rows = results.latest(rows, KEY)
     ratios: dict[tuple[str, str], list[float]] = {}
     for row in rows:
         if row["ratio"] and row["implementation"] != "pyg":

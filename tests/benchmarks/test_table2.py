@@ -353,6 +353,6 @@ def test_rows_of_another_setting_and_failures_do_not_count(options):
 
 def test_what_runs_out_of_memory_is_the_last_of_its_process(options, monkeypatch):
     statuses = ["ok", table2.OUT_OF_MEMORY, "ok"]
-    monkeypatch.setattr(table2, "results", lambda *_: iter([{"status": status} for status in statuses]))
+    monkeypatch.setattr(isolated, "results", lambda *_: iter([{"status": status} for status in statuses]))
     some = options("limit_s=60")
     assert [row["status"] for row in table2._rows(some, some.cells())] == statuses[:2]
