@@ -1,7 +1,6 @@
 """Cases of the benchmarks as data: an operation of one size, its inputs, and the implementations that compute it.
 
-A family of operations is a module or folder below ``benchmarks/cases``. The other modules know a family through
-the classes of this module alone, so a new family is measured, checked and drawn without a change to them.
+The other modules know a family below ``benchmarks/cases`` through the classes of this module alone.
 """
 
 import re
@@ -27,12 +26,7 @@ from pyg_dfgnn.settings import RULES, current, settings
 Forward = Callable[[], Tensor]
 Call = Callable[[Inputs], Tensor]
 
-DTYPES = {
-    "float32": torch.float32,
-    "tf32": torch.float32,
-    "bfloat16": torch.bfloat16,
-    "float16": torch.float16,
-}
+DTYPES = {"float32": torch.float32, "tf32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 """Name -> storage type; ``tf32`` is float32 whose products may be rounded to TF32."""
 
 INDEX_BYTES = 4
@@ -43,7 +37,6 @@ class Case(ABC):
     """One operation of one size.
 
     Attributes:
-        op: Name of the operation, unique over all families.
         size: As a config and the result files write it, such as ``1x128``.
         form: Regular expression that a size matches, and its description.
         titles: Name of an operation -> its layer in tables and figures.
@@ -75,7 +68,6 @@ class Case(ABC):
 
     @property
     def layer(self) -> str:
-        """Name of the layer in tables and figures."""
         return self.titles[self.op]
 
     @property
@@ -160,11 +152,7 @@ class Case(ABC):
         return compare(self.roles(graph), graph, actual, expected, grad_out)
 
     def unbounded_reasons(self, dtype: str, device: torch.device) -> list[str]:
-        """Why no error bound holds for a dtype on a device, [] where one does.
-
-        The bounds are those of the kernels, whose sums are float32. The reference, which runs without them, rounds each
-        term and each sum to 16 bits.
-        """
+        """Why no error bound holds for a dtype on a device, [] where one does: the bounds are those of the kernels."""
         reasons = self.unsupported_reasons(dtype, device)
         if reasons and DTYPES[dtype].itemsize == 2:
             return ["the reference rounds every step to 16 bits, no bound holds for it", *reasons]
@@ -191,12 +179,9 @@ class HeadsCase(Case):
 
 
 class Implementation:
-    """One way to compute the cases of a family.
+    """One way to compute the cases of a family: its name in configs and files, and its title in tables and figures.
 
     Attributes:
-        name: Name in configs and result files.
-        title: Name in tables and figures.
-        dtypes: Names of the dtypes that it can be timed in.
         ops: Operations that it has; None: all of its family.
         error_bound: Relative error above which its time is no result, if wider than the bound of the dtype.
         is_ours: Whether it runs on kernels of this package, so that rows of other sources do not count.
@@ -252,12 +237,7 @@ class Fused(Implementation):
 
 @dataclass(frozen=True)
 class Family:
-    """All that the bench knows of a family of operations.
-
-    Attributes:
-        case: Class of its cases, whose titles name its operations.
-        implementations: Implementations by name, ours first.
-    """
+    """All that the bench knows of a family: the class of its cases, and its implementations by name, ours first."""
 
     case: type[Case]
     implementations: Mapping[str, type[Implementation]]

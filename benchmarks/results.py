@@ -6,6 +6,7 @@ import platform
 import subprocess
 import time
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from datetime import datetime, timezone
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
@@ -65,10 +66,8 @@ def default_folder(kind: str, device: torch.device, small: bool = False) -> Path
 
 def _version(*names: str) -> str:
     for name in names:
-        try:
+        with suppress(PackageNotFoundError):
             return version(name)
-        except PackageNotFoundError:
-            continue
     return ""
 
 

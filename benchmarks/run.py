@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from benchmarks import isolated, plots, results, tables
-from benchmarks.case import DTYPES, Case, Implementation, forward_backward, in_force, rounded_problem
+from benchmarks.case import DTYPES, Case, forward_backward, in_force, rounded_problem
 from benchmarks.cases import FAMILY_OF, OURS, TITLES, case_of, implementation_of
 from benchmarks.graphs import benchmark_graph, compare_with_recipe, compressed, recipe_of
 from benchmarks.results import Progress, Row, Rows, Table, environment
@@ -43,8 +43,6 @@ FLUSHED_BELOW_BYTES = 300e6
 ON_A_CPU = """\
 Without a GPU no kernel runs: "ours" is the reference in plain torch. The times below say nothing about the kernels, so
 no speed-ups are drawn."""
-
-
 DIRECTIONS = ("fwd", "fwd+bwd", "bwd")
 STATES = ("warm", "flushed", "replay")
 KEY = ("graph", "op", "size", "dtype", "implementation", "schedule", "direction", "gpu", "torch")
@@ -79,16 +77,10 @@ class Experiment(SimpleNamespace):
             ValueError: A name is not among the choices, or a size has another form.
         """
         values: dict[str, Any] = {n: tuple(value) if isinstance(value, list) else value for n, value in config.items()}
-        for name, allowed in (
-            ("ops", tuple(FAMILY_OF)),
-            ("dtypes", tuple(DTYPES)),
-            ("directions", DIRECTIONS),
-            ("implementations", tuple(TITLES)),
-            ("schedules", SCHEDULES),
-            ("states", STATES),
-        ):
+        choices: dict[str, Any] = {"ops": FAMILY_OF, "dtypes": DTYPES, "implementations": TITLES}
+        for name, allowed in {**choices, "directions": DIRECTIONS, "schedules": SCHEDULES, "states": STATES}.items():
             for value in values[name]:
-                check_choice(name, value, allowed)
+                check_choice(name, value, tuple(allowed))
         check_choice("baseline", values["baseline"], (*TITLES, *SCHEDULES))
         for name in values["graphs"]:
             recipe_of(name)
@@ -101,18 +93,14 @@ class Experiment(SimpleNamespace):
 
     def jobs(self, graph: str) -> Iterator[Job]:
         """Everything to measure on a graph; jobs that share inputs follow each other."""
-        for op in self.ops:
-            for size in self.sizes:
-                case = case_of(op, size)
-                for dtype in self.dtypes:
-                    for name in self.implementations:
-                        implementation = implementation_of(op, name)
-                        if implementation is None or dtype not in implementation.dtypes:
-                            continue
-                        is_ours = name == "fused"
-                        for schedule, direction in product(self.schedules if is_ours else ("",), self.directions):
-                            if is_ours or direction != "bwd":
-                                yield Job(graph, case, dtype, name, schedule, direction)
+        for op, size, dtype, name in product(self.ops, self.sizes, self.dtypes, self.implementations):
+            implementation = implementation_of(op, name)
+            if implementation is None or dtype not in implementation.dtypes:
+                continue
+            case, is_ours = case_of(op, size), name == "fused"
+            for schedule, direction in product(self.schedules if is_ours else ("",), self.directions):
+                if is_ours or direction != "bwd":
+                    yield Job(graph, case, dtype, name, schedule, direction)
 
     def missing(self, graph: str, rows: Rows, environment: Mapping[str, str]) -> list[Job]:
         """The jobs whose rows are not there yet; rows of other sources do not count for what runs on our kernels."""
@@ -163,10 +151,9 @@ class Measurement:
         graph = problem.graph
         self.job, self.case, self.graph, self.problem, self.timer = job, job.case, graph, problem, timer
         implementation: Any = implementation_of(job.case.op, job.implementation)
-        self.implementation: Implementation = implementation
+        self.implementation, self.dtype = implementation, DTYPES[job.dtype]
         self.is_fused = job.implementation == "fused"
-        self.dtype = DTYPES[job.dtype]
-        bound = max(self.case.bound(job.dtype), self.implementation.error_bound)
+        bound = max(self.case.bound(job.dtype), implementation.error_bound)
         self.base: dict[str, Any] = {**job.columns, **graph_columns(graph), "bound": bound}
         is_small = self.case.compulsory_bytes(graph, "fwd", 4) < FLUSHED_BELOW_BYTES
         self.states = [state for state in states if state == "warm" or is_small]
@@ -174,12 +161,12 @@ class Measurement:
     def rows(self) -> Iterator[dict[str, Any]]:
         """One row per state, or the reason why there is none."""
         with in_force(self.job.schedule or "auto", self.job.dtype):
-            unbounded: list[str] = []
+            reasons = self.implementation.reasons(self.case, self.graph)
             if self.is_fused:
                 plan = self.case.plan(self.job.dtype, self.graph)
                 self.base["ran"] = " ".join(f"{name}={schedule}" for name, schedule in plan.items()) or "reference"
-                unbounded = self.case.unbounded_reasons(self.job.dtype, self.graph.device)
-            if reasons := [*unbounded, *self.implementation.reasons(self.case, self.graph)]:
+                reasons = [*self.case.unbounded_reasons(self.job.dtype, self.graph.device), *reasons]
+            if reasons:
                 yield {**self.base, "status": "not run: " + "; ".join(reasons)}
                 return
             try:
@@ -228,14 +215,9 @@ class Measurement:
 
     def _timed(self, row: dict[str, Any], timing: Timing) -> dict[str, Any]:
         compulsory = self.case.compulsory_bytes(self.graph, row["direction"], self.dtype.itemsize)
-        bytes_per_s = gpu_of(self.graph.device).memory_bytes_per_s
-        return {
-            **row,
-            **timing.columns(),
-            "n": timing.n,
-            "compulsory_mb": f"{compulsory / 1e6:.4g}",
-            "utilisation": f"{compulsory / bytes_per_s / (timing.median_ms / 1e3):.4f}",
-        }
+        share = compulsory / gpu_of(self.graph.device).memory_bytes_per_s / (timing.median_ms / 1e3)
+        traffic = {"compulsory_mb": f"{compulsory / 1e6:.4g}", "utilisation": f"{share:.4f}"}
+        return {**row, **timing.columns(), "n": timing.n, **traffic}
 
 
 def graph_build_rows(graph: EdgeList, timer: Timer) -> list[dict[str, Any]]:
@@ -256,8 +238,7 @@ def graph_build_rows(graph: EdgeList, timer: Timer) -> list[dict[str, Any]]:
 def rows_of_job(experiment: Experiment, job: Job) -> Iterator[dict[str, Any]]:
     """All rows of one job, from its graph on: the work of a process of its own."""
     graph = benchmark_graph(job.graph, experiment.device, small=experiment.small)
-    timer = Timer(experiment.device, experiment.pace)
-    problem = Problem(job.case, graph, job.dtype)
+    timer, problem = Timer(experiment.device, experiment.pace), Problem(job.case, graph, job.dtype)
     yield from Measurement(job, problem, timer, experiment.states).rows()
 
 
@@ -268,8 +249,8 @@ def run(config: Mapping[str, Any]) -> int:
         0: all done; 1: a result of ours is wrong; 2: stopped early.
     """
     experiment = Experiment.of(config)
-    folder = experiment.folder / results.file_stem(experiment.device, experiment.small)
-    path = folder / f"{experiment.file}.csv"
+    stem = results.file_stem(experiment.device, experiment.small)
+    path = experiment.folder / stem / f"{experiment.file}.csv"
     table = Table(path, FIELDS)
     finished = experiment.summary or _fill(experiment, table)
     # Rows of other sources stay until the same thing has been measured anew.
@@ -299,8 +280,8 @@ def _fill(experiment: Experiment, table: Table) -> bool:
         for row in rows:
             progress.print(tables.line(row))
 
-    rows, now_ = table.rows(), environment(experiment.device)
-    todo = {graph: experiment.missing(graph, rows, now_) for graph in experiment.graphs}
+    rows, now = table.rows(), environment(experiment.device)
+    todo = {graph: experiment.missing(graph, rows, now) for graph in experiment.graphs}
     count = sum(map(len, todo.values()))
     print(f"{experiment.name}: {count} measurements to take, {len(rows)} rows are there", flush=True)
     for name, jobs in todo.items():

@@ -46,15 +46,7 @@ class Timing:
 
 @dataclass(frozen=True)
 class Pace:
-    """How often calls are repeated.
-
-    Attributes:
-        min_repetitions: Fewest calls per median.
-        max_repetitions: Most calls per median.
-        sampling_ms: What the calls of a median should take together.
-        long_call_ms: A call that takes longer is repeated less.
-        long_call_repetitions: How often.
-    """
+    """How often calls are repeated: those of a median take `sampling_ms` together, long ones are repeated less."""
 
     min_repetitions: int = 20
     max_repetitions: int = 100
@@ -90,9 +82,7 @@ class Timer:
     """Times calls on one device: CUDA events on a GPU, a wall clock elsewhere."""
 
     def __init__(self, device: torch.device, pace: Pace = Pace()) -> None:  # noqa: B008
-        self.device = device
-        self.pace = pace
-        self.on_gpu = device.type == "cuda"
+        self.device, self.pace, self.on_gpu = device, pace, device.type == "cuda"
         self._flush: torch.Tensor | None = None
 
     def synchronize(self) -> None:
@@ -127,17 +117,10 @@ class Timer:
             call()
         self.synchronize()
         once = self._samples(call, 1, None)[0]
-        if once > SHORT_CALL_MS:
-            return once, 0.0
-        return once, self.host_us(call, WARM_UPS) / 1e3
+        return once, 0.0 if once > SHORT_CALL_MS else self.host_us(call, WARM_UPS) / 1e3
 
     def time(self, call: TimedCall, *, flushed: bool = False) -> Timing:
-        """Median time of ``call``, as often repeated as the pace says.
-
-        Args:
-            call: What to time.
-            flushed: Empty the L2 cache before each repetition, outside the events.
-        """
+        """Median time of ``call`` at the pace, with the L2 cache emptied before each repetition if it is flushed."""
         once, host_ms = self._warm_up(call)
         before = self.flush_cache if flushed else None
         return Timing.of(self._samples(call, self.pace.repetitions(once), before, host_ms))
