@@ -3,9 +3,6 @@
 python -m benchmarks.table2                                     the graph transformer on the seven data sets
 python -m benchmarks.table2 -m model=gat_stack,agnn_stack       the other layers
 python -m benchmarks.table2 datasets=[cora] backends=[pyg,auto] any value of benchmarks/configs/table2.yaml
-
-A command of the bench, not a sweep of train.py: a cell is no run with epochs and a validation split, cells share their
-data sets and are compared with each other before they are timed, and one that does not come back must end alone.
 """
 
 from __future__ import annotations
@@ -61,13 +58,7 @@ Message = dict[str, Any] | None
 
 @dataclass(frozen=True)
 class Cell:
-    """One backend on one data set.
-
-    Attributes:
-        dataset: Choice of `data`.
-        backend: What it is trained with.
-        task: Instantiated to the data set; equal for all cells of it.
-    """
+    """One backend on one data set, a choice of `data`; the task is instantiated to the data set."""
 
     dataset: str
     backend: Backend
@@ -151,7 +142,7 @@ def work(options: Options, cells: Sequence[Cell]) -> Iterator[Message]:
 
 
 def _task(options: Options, cell: Cell) -> Task:
-    """The data set of a cell with what the model reads of it."""
+    """Return the data set of a cell with what the model reads of it."""
     task = instantiate(cell.task, _partial_=True)()
     with torch.device("meta"):
         make = partial(instantiate(options.model, _partial_=True), convs=importlib.import_module(cell.backend.convs))
@@ -167,14 +158,10 @@ def cell_columns(options: Options, cell: Cell) -> dict[str, Any]:
 def source_columns(source: TaskBatches) -> dict[str, Any]:
     """Return the columns that describe a data set: its task, and the average sizes of its batches."""
     batches, task = source.batches, source.task
-    return {
-        "task": task.name,
-        "synthetic": task.synthetic or "",
-        "graphs": 1 if task.full_graph else round(sum(batch.num_graphs for batch in batches) / len(batches)),
-        "nodes": round(sum(batch.num_nodes for batch in batches) / len(batches)),
-        "edges": round(sum(batch.num_edges for batch in batches) / len(batches)),
-        "once": task.full_graph,
-    }
+    columns = {"task": task.name, "synthetic": task.synthetic or "", "graphs": 1, "once": task.full_graph}
+    for name in ("nodes", "edges") if task.full_graph else ("graphs", "nodes", "edges"):
+        columns[name] = round(sum(getattr(batch, f"num_{name}") for batch in batches) / len(batches))
+    return columns
 
 
 def run(options: Options) -> int:
@@ -265,10 +252,9 @@ def faster(rows: Sequence[Row], column: str) -> dict[tuple[str, str], float]:
 
 
 def times_table(rows: Sequence[Row]) -> str:
-    """Milliseconds per step, phase by phase, one line per data set and backend; what has no time says why.
+    """Milliseconds per step, one line per data set and backend, `once` for what is done once with one whole graph.
 
-    `once` marks the transfer and preparation of one whole graph, which are no part of a step. `sum` is preprocess,
-    forward (with the loss) and backward; `step` is the wall time of one step among many, with transfer and optimizer.
+    `sum` is preprocess, forward (with the loss) and backward; `step` is the wall time of one step among many.
     """
     by_sum, by_step = faster(rows, "sum_ms"), faster(rows, "wall_ms")
     header = ["data", "backend", *PRINTED, "step", "peak, GB", "sum, times faster", "step, times faster"]

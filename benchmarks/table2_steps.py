@@ -44,8 +44,6 @@ ONCE = 5
 """How often one whole graph is moved and prepared for a median."""
 TURN = 5
 """Steps of a backend before the other has its turn."""
-
-
 Prepare = Callable[[Data], Any]
 """Called with a batch on the device."""
 
@@ -71,26 +69,19 @@ class Phases:
 
     def durations_ms(self) -> dict[str, float]:
         """Milliseconds of each phase of the last step, of those of the paper, and of the whole; the device is idle."""
-        ends = {**self._replayed(), **self._ends}
+        start = self._ends["start"]
+        # The capture that was replayed last.
+        replayed = max(self._captures, key=lambda ends: between_ms(start, ends["optimizer"]), default={})
+        ends = {**replayed, **self._ends}
         marks = ["start", *(phase for phase in PHASES if phase in ends)]
         spans = {end: between_ms(ends[start], ends[end]) for start, end in zip(marks, marks[1:])}
         whole = between_ms(ends["start"], ends[marks[-1]])
         return {**spans, "sum": sum(spans.get(phase, 0.0) for phase in SUMMED), "step": whole}
 
-    def _replayed(self) -> dict[str, Any]:
-        """The events of the capture that was replayed last, {} without captures."""
-        start = self._ends["start"]
-        return max(self._captures, key=lambda ends: between_ms(start, ends["optimizer"]), default={})
-
 
 @dataclass(frozen=True)
 class TaskBatches:
-    """Batches of a data set for the steps.
-
-    Attributes:
-        task: The data set.
-        batches: On the host, pinned for a GPU; the only one where the task is one whole graph.
-    """
+    """Batches of a data set for the steps, on the host, pinned for a GPU; only one where it is one whole graph."""
 
     task: Task
     batches: list[Data]
@@ -108,15 +99,7 @@ class TaskBatches:
 
 @dataclass(frozen=True)
 class Backend:
-    """How a model is trained, as `configs/backend` and the trainer of a run have it.
-
-    Attributes:
-        name: Choice of `backend`.
-        convs: Module that holds the convs.
-        settings: Of the package.
-        compile: Whether the model is compiled.
-        cuda_graph: Whether the step is captured.
-    """
+    """How a model is trained, as `configs/backend` and the trainer of a run have it; `convs` is a module."""
 
     name: str
     convs: str
@@ -200,18 +183,10 @@ def measure(
 
     Training may carry a difference of rounding beyond any bound. Where the losses differ by more than `pace.bound`, the
     steps are therefore taken again, each from the parameters that the reference has at this step: then every loss, the
-    average of all gradients and every update decide.
-
-    Args:
-        backend: Of the step.
-        options: Configs of model and optimizer, `pace` and `device`, as `benchmarks/configs/table2.yaml` explains them.
-        source: The batches.
-        reference: What the losses must agree with; None: these steps become it.
+    average of all gradients and every update decide. There is no time where they do not :func:`agree`.
 
     Returns:
-        The columns of status, times, memory and differences, and these steps as a reference. There is no time where the
-        first gradient differs by more than `pace.bound`, or the losses do, also step by step from the same parameters
-        (see :func:`agree`).
+        The columns of status, times, memory and differences, and these steps as a reference.
 
     Raises:
         UnsupportedError: The backend cannot run these steps.
@@ -326,13 +301,7 @@ def _step(
 class _Turns:
     """Steps of a backend, one after the other, each on the next batch, from a state or from that of the seed.
 
-    One whole graph is moved and prepared once; batches by each step.
-
-    Attributes:
-        model: The trained model.
-        optimizer: Its optimizer.
-        phases: Marks the phases of each step.
-        once: Milliseconds of what is done once, phase by phase, each time that it was tried.
+    One whole graph is moved and prepared once, batches by each step; `once` has the milliseconds of each trial.
     """
 
     def __init__(self, backend: Backend, options: Any, source: TaskBatches, state: Mapping[str, Tensor] | None) -> None:
