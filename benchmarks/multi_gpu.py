@@ -29,34 +29,15 @@ import pyg_dfgnn
 import pyg_dfgnn.nn as convs
 from benchmarks.graphs import benchmark_graph, chung_lu, recipe_of
 from benchmarks.loops.cases import LOOPS, LoopCase
-from benchmarks.multi_gpu_models import (
-    CAPTURED,
-    CLASSES,
-    FIRST,
-    LARGE,
-    LAYERS,
-    RELATIONS,
-    TYPES,
-    WIDTH,
-    HeteroStack,
-    Stack,
-)
+from benchmarks.multi_gpu_models import CAPTURED, CLASSES, LARGE, LAYERS, RELATIONS, TYPES, WIDTH, HeteroStack, Stack
 from benchmarks.results import MEASURED_ROOMS, source_digest
 from benchmarks.timing import Timer
 from benchmarks.training import flat_gradient, training_config
 from pyg_dfgnn import models
 from pyg_dfgnn.capture import CapturedStep, Recorder, Step
 from pyg_dfgnn.datasets import pattern
-from pyg_dfgnn.distributed import (
-    Group,
-    PartitionedGraph,
-    PartitionedHeteroGraph,
-    edges_of,
-    own_share,
-    partition,
-    partition_hetero,
-    wrap,
-)
+from pyg_dfgnn.distributed import Group, PartitionedGraph, PartitionedHeteroGraph, partition, partition_hetero, wrap
+from pyg_dfgnn.distributed.sampler import edges_of, own_share
 from pyg_dfgnn.reference.tolerances import relative_error
 from pyg_dfgnn.training.report import write_rows
 from pyg_dfgnn.training.run import train
@@ -122,14 +103,7 @@ def _losses(overrides: list[str], group: Group) -> list[list[float]]:
 
 @dataclass(frozen=True)
 class Inputs:
-    """What a model takes of a graph, or of a part of one.
-
-    Attributes:
-        x: Features, by node type where there are several.
-        edges: Edges, or a part.
-        y: Labels of the nodes, of the first type where there are several.
-        more: Further arguments.
-    """
+    """Arguments of a model for a graph or a part of one, with the labels of its nodes, of the first type if typed."""
 
     x: Tensor | dict[str, Tensor]
     edges: Any
@@ -140,7 +114,7 @@ class Inputs:
         """What the process of a part takes of it."""
         if isinstance(part, PartitionedHeteroGraph):
             assert isinstance(self.x, dict)
-            return Inputs(part.local(self.x), part, part.local({FIRST: self.y})[FIRST])
+            return Inputs(part.local(self.x), part, part.local({TYPES[0]: self.y})[TYPES[0]])
         assert isinstance(self.x, Tensor)
         more = tuple(each[part.edge_ids].to(self.y.device) for each in self.more)
         return Inputs(part.local(self.x), part, part.local(self.y), more)
@@ -162,7 +136,7 @@ def _typed(edge_index: Tensor, num_nodes: int) -> tuple[dict[Any, Tensor], dict[
     half = num_nodes // 2
     node_type = (torch.arange(num_nodes, device=edge_index.device) >= half).long()
     edge_type = 2 * node_type[edge_index[0]] + node_type[edge_index[1]]
-    names = [(source, "to", target) for source in TYPES for target in TYPES]
+    names = [(source, "to", target) for source, target in product(TYPES, TYPES)]
     graph = Data(edge_index=edge_index, num_nodes=num_nodes).to_heterogeneous(node_type, edge_type, [*TYPES], names)
     return graph.edge_index_dict, dict(zip(TYPES, (half, num_nodes - half)))
 
@@ -183,7 +157,7 @@ def same_hetero(group: Group, small: bool) -> list[Result]:
     edge_index, num_nodes = _power_law(group, small)
     edges, sizes = _typed(edge_index, num_nodes)
     x, y = _features(num_nodes, WIDTH, group)
-    whole = Inputs(dict(zip(sizes, x.split([*sizes.values()]))), edges, y[: sizes[FIRST]])
+    whole = Inputs(dict(zip(sizes, x.split([*sizes.values()]))), edges, y[: sizes[TYPES[0]]])
     part = partition_hetero(edges, sizes, group)
     make = partial(HeteroStack, ([*sizes], [*edges]))
     return _beside_one("partition", "HGT", make, whole, whole.of_part(part), group, small)
@@ -206,12 +180,7 @@ def _features(num_nodes: int, width: int, group: Group) -> tuple[Tensor, Tensor]
 
 
 def _compared(
-    check: str,
-    layers: dict[str, Callable[[Tensor], nn.Module]],
-    edge_index: Tensor,
-    num_nodes: int,
-    group: Group,
-    small: bool,
+    check: str, layers: dict[str, Any], edge_index: Tensor, num_nodes: int, group: Group, small: bool
 ) -> list[Result]:
     """Compare layers on a graph of one node type, with edges of some relations."""
     x, y = _features(num_nodes, WIDTH, group)
@@ -383,9 +352,11 @@ class _Pass:
         has_x_grad: bool = True,
     ) -> None:
         self.model, self.inputs, self.group = model, inputs, group
-        x = inputs.x
-        self.leaves = [each.clone().requires_grad_() for each in _tensors(x)] if has_x_grad else []
-        self.x = x if not has_x_grad else dict(zip(x, self.leaves)) if isinstance(x, dict) else self.leaves[0]
+        self.x, x = inputs.x, inputs.x
+        self.leaves: list[Tensor] = []
+        if has_x_grad:
+            self.leaves = [each.clone().requires_grad_() for each in (x.values() if isinstance(x, dict) else [x])]
+            self.x = dict(zip(x, self.leaves)) if isinstance(x, dict) else self.leaves[0]
         self.recording = None
         if recorder is not None:
             for _ in range(CapturedStep.SHARED_WARM_UPS):
@@ -408,10 +379,6 @@ class _Pass:
 
     def x_grads(self) -> list[Tensor]:
         return [leaf.new_zeros(leaf.shape) if leaf.grad is None else leaf.grad for leaf in self.leaves]
-
-
-def _tensors(x: Tensor | dict[str, Tensor]) -> list[Tensor]:
-    return list(x.values()) if isinstance(x, dict) else [x]
 
 
 def _rates(

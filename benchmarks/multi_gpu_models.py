@@ -15,16 +15,11 @@ import pyg_dfgnn.nn as convs
 from benchmarks.loops.cases import mlp
 from pyg_dfgnn import models
 
-FIRST, TYPES, RELATIONS, WIDTH, CLASSES = "a", ("a", "b"), 3, 64, 8
+TYPES, RELATIONS, WIDTH, CLASSES = ("a", "b"), 3, 64, 8
 
 
 class Stack(nn.Module):
-    """Three layers of one kind.
-
-    Args:
-        make: (inputs, outputs) -> a layer.
-        hidden: Width between layers.
-    """
+    """Three layers of one kind, which `make` returns for numbers of inputs and outputs."""
 
     def __init__(self, make: Callable[[int, int], nn.Module], hidden: int = 128, width: int = WIDTH) -> None:
         super().__init__()
@@ -48,7 +43,7 @@ class HeteroStack(nn.Module):
     def forward(self, x: dict[str, Tensor], edges: Any) -> Tensor:
         for conv in self.convs:
             x = conv(x, edges)
-        return self.lin(x[FIRST])
+        return self.lin(x[TYPES[0]])
 
 
 def _heads(conv: Any) -> Callable[[int, int], nn.Module]:
