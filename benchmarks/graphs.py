@@ -18,20 +18,8 @@ import torch
 from torch_geometric.data import Batch
 
 from pyg_dfgnn.datasets import Task, cluster, entities, facebook, fb15k237, pattern, planetoid, pubmed_made_features
-from pyg_dfgnn.datasets.generators import (
-    Device,
-    GeneratedEdges,
-    TypedEdges,
-    generator_of,
-    log_normal_chung_lu,
-    nearest,
-    offsets,
-    region_adjacency_batch,
-    sorted_edges,
-    superpixel_batch,
-    symmetric,
-    weighted_pairs,
-)
+from pyg_dfgnn.datasets import generators as made
+from pyg_dfgnn.datasets.generators import Device, GeneratedEdges, TypedEdges, generator_of, sorted_edges, symmetric
 from pyg_dfgnn.datasets.relational_like import relational_graph
 from pyg_dfgnn.errors import check_choice
 from pyg_dfgnn.graph import Graph
@@ -55,7 +43,7 @@ def random_graph_batch(
     """
     generator = generator_of(seed, device)
     size = torch.randint(min_nodes, max_nodes + 1, (num_graphs,), generator=generator, device=device)
-    ptr = offsets(size)
+    ptr = made.offsets(size)
     drawn = torch.rand(num_graphs, max_nodes, max_nodes, generator=generator, device=device) < probability
     inside = torch.arange(max_nodes, device=device) < size[:, None]
     drawn &= inside[:, :, None] & inside[:, None, :]
@@ -76,7 +64,7 @@ def chung_lu(num_nodes: int, mean_degree: float, max_degree: float, seed: int, d
     offset = num_nodes / (4 * (max_degree / mean_degree) ** 2)
     weight = (torch.arange(num_nodes, device=device, dtype=torch.float64) + offset) ** -0.5
     weight = weight[torch.randperm(num_nodes, generator=generator, device=device)]
-    u, v = weighted_pairs(weight, int(num_nodes * mean_degree / 2), generator)
+    u, v = made.weighted_pairs(weight, int(num_nodes * mean_degree / 2), generator)
     return GeneratedEdges(symmetric(u, v, num_nodes), num_nodes)
 
 
@@ -111,7 +99,7 @@ def nearest_neighbour_batch(
     """Return a batch of uniform points in the unit square, where each point is a target of its nearest neighbours."""
     generator = generator_of(seed, device)
     point = torch.rand(num_graphs, num_points, 2, generator=generator, device=device)
-    near = nearest(point, None, num_neighbours).sort(dim=-1).values
+    near = made.nearest(point, None, num_neighbours).sort(dim=-1).values
     first = num_points * torch.arange(num_graphs + 1, device=device)
     source = (first[:-1, None, None] + near).reshape(-1)
     target = torch.arange(num_graphs * num_points, device=device).repeat_interleave(num_neighbours)
@@ -133,16 +121,11 @@ BATCH = 1024
 
 @dataclass(frozen=True)
 class Recipe:
-    """How one graph is made and what it must look like.
+    """How one graph is made and what it must look like: the published or recorded sizes, edges being directed.
 
     Attributes:
-        build: Makes the edges from ``arguments`` and a device.
-        arguments: Of ``build``.
-        num_nodes: Published or recorded.
-        num_edges: Published or recorded, directed.
-        max_degree: Published or recorded largest in-degree; None: not published.
-        small: Arguments of a miniature for machines without a GPU.
-        small_build: What makes the miniature, if not ``build``.
+        max_degree: Largest in-degree; None: not published.
+        small: Arguments of a miniature for machines without a GPU, which ``small_build`` makes if not ``build``.
         tolerance: Relative deviation allowed of nodes, edges and largest degree.
         order: Method that reorders the nodes; '' keeps them as they are made.
     """
@@ -164,52 +147,38 @@ class Recipe:
 
 _TARGET_GRAPHS: dict[str, Recipe] = {
     "a": Recipe(
-        random_graph_batch,
-        dict(num_graphs=1024, min_nodes=80, max_nodes=158, probability=0.43, seed=0),
-        122_039, 6_441_672, 89,
-        dict(num_graphs=2, min_nodes=8, max_nodes=16),
+        random_graph_batch, dict(num_graphs=1024, min_nodes=80, max_nodes=158, probability=0.43, seed=0),
+        122_039, 6_441_672, 89, dict(num_graphs=2, min_nodes=8, max_nodes=16),
     ),
     "b": Recipe(
-        chung_lu,
-        dict(num_nodes=2708, mean_degree=4.05, max_degree=215, seed=1),
-        2_708, 10_880, 205,
-        dict(num_nodes=60, max_degree=20),
+        chung_lu, dict(num_nodes=2708, mean_degree=4.05, max_degree=215, seed=1),
+        2_708, 10_880, 205, dict(num_nodes=60, max_degree=20),
     ),
     "c": Recipe(
-        chung_lu,
-        dict(num_nodes=232_965, mean_degree=500, max_degree=24_000, seed=2),
-        232_965, 115_842_382, 21_937,
-        dict(num_nodes=200, mean_degree=10, max_degree=80),
+        chung_lu, dict(num_nodes=232_965, mean_degree=500, max_degree=24_000, seed=2),
+        232_965, 115_842_382, 21_937, dict(num_nodes=200, mean_degree=10, max_degree=80),
     ),
     "d": Recipe(
-        chung_lu,
-        dict(num_nodes=132_534, mean_degree=607, max_degree=8200, seed=3),
-        132_534, 79_880_426, 8_094,
-        dict(num_nodes=150, mean_degree=12, max_degree=60),
+        chung_lu, dict(num_nodes=132_534, mean_degree=607, max_degree=8200, seed=3),
+        132_534, 79_880_426, 8_094, dict(num_nodes=150, mean_degree=12, max_degree=60),
     ),
     "e": Recipe(
-        nearest_neighbour_batch,
-        dict(num_graphs=1024, num_points=71, num_neighbours=8, seed=0),
-        72_704, 581_632, 8,
-        dict(num_graphs=3, num_points=12),
+        nearest_neighbour_batch, dict(num_graphs=1024, num_points=71, num_neighbours=8, seed=0),
+        72_704, 581_632, 8, dict(num_graphs=3, num_points=12),
     ),
     "p": Recipe(
-        log_normal_chung_lu,
+        made.log_normal_chung_lu,
         dict(num_nodes=2_449_029, mean_degree=50.75, max_degree=17_600, sigma=1.21, num_hubs=3, seed=7),
-        2_449_029, 124_262_288, 17_390,
-        dict(num_nodes=300, mean_degree=8, max_degree=60),
+        2_449_029, 124_262_288, 17_390, dict(num_nodes=300, mean_degree=8, max_degree=60),
     ),
     "h": Recipe(
         chung_lu_with_hub,
         dict(num_nodes=2_890_331, mean_degree=8.27, max_degree=100_000, hub_degree=1_000_000, seed=9),
-        2_890_331, 25_893_690, 1_000_000,
-        dict(num_nodes=300, max_degree=30, hub_degree=200),
+        2_890_331, 25_893_690, 1_000_000, dict(num_nodes=300, max_degree=30, hub_degree=200),
     ),
     "h_flat": Recipe(
-        chung_lu,
-        dict(num_nodes=2_890_331, mean_degree=8.27, max_degree=100_000, seed=9),
-        2_890_331, 23_893_690, None,
-        dict(num_nodes=300, max_degree=30),
+        chung_lu, dict(num_nodes=2_890_331, mean_degree=8.27, max_degree=100_000, seed=9),
+        2_890_331, 23_893_690, None, dict(num_nodes=300, max_degree=30),
     ),
 }  # fmt: skip
 
@@ -258,30 +227,27 @@ def _real(load: Callable[..., Task], name: str, num_nodes: int, num_edges: int, 
 
 
 _BATCHES: dict[str, Recipe] = {
-    "mnist_like": _batch(superpixel_batch, 70.6, 564.0, min_nodes=40, max_nodes=75, mean_nodes=70.6, seed=0),
-    "cifar10_like": _batch(superpixel_batch, 117.6, 941.0, min_nodes=85, max_nodes=150, mean_nodes=117.6, seed=1),
+    "mnist_like": _batch(made.superpixel_batch, 70.6, 564.0, min_nodes=40, max_nodes=75, mean_nodes=70.6, seed=0),
+    "cifar10_like": _batch(made.superpixel_batch, 117.6, 941.0, min_nodes=85, max_nodes=150, mean_nodes=117.6, seed=1),
     "cluster_like": _batch(task_batch, 117.0, 4303.0, make=cluster, seed=0),
     "pattern_like": _batch(task_batch, 119.0, 6079.0, make=pattern, seed=0),
-    "voc_like": _batch(region_adjacency_batch, 479.40, 2710.48, mean_nodes=479.40, seed=0),
-    "coco_like": _batch(region_adjacency_batch, 476.88, 2693.67, mean_nodes=476.88, seed=1),
+    "voc_like": _batch(made.region_adjacency_batch, 479.40, 2710.48, mean_nodes=479.40, seed=0),
+    "coco_like": _batch(made.region_adjacency_batch, 476.88, 2693.67, mean_nodes=476.88, seed=1),
 }
 
 _FULL_GRAPHS: dict[str, Recipe] = {
     "reddit_like": _published(_TARGET_GRAPHS["c"], 232_965, 114_615_892, 21_657),
     "proteins_like": _published(_TARGET_GRAPHS["d"], 132_534, 79_122_504, 7_750),
     "ppa_like": Recipe(
-        log_normal_chung_lu,
+        made.log_normal_chung_lu,
         dict(num_nodes=576_289, mean_degree=73.8, max_degree=3_300, sigma=0.80, num_hubs=8, seed=4),
-        576_289, 42_463_862, 3_241,
-        dict(num_nodes=150, mean_degree=8, max_degree=40),
+        576_289, 42_463_862, 3_241, dict(num_nodes=150, mean_degree=8, max_degree=40),
         tolerance=(0.0, 0.02, 0.05),
     ),
     # No data set: what an order of the nodes can gain on a graph that is made of communities.
     "communities": Recipe(
-        communities,
-        dict(num_nodes=1_000_000, size=200, inside=20, outside=5, seed=5),
-        1_000_000, 46_160_000, None,
-        dict(num_nodes=200, size=20, inside=4, outside=1),
+        communities, dict(num_nodes=1_000_000, size=200, inside=20, outside=5, seed=5),
+        1_000_000, 46_160_000, None, dict(num_nodes=200, size=20, inside=4, outside=1),
     ),
 }  # fmt: skip
 
@@ -372,13 +338,13 @@ def benchmark_graph(name: str, device: torch.device | str, *, small: bool = Fals
         return replace(graph, name=name, edge_index=sorted_edges(source, target, graph.num_src))
     built = recipe.miniature() if small else recipe
     edges = built.build(**built.arguments, device=device)
+    graph = EdgeList(name, edges.edge_index, edges.num_nodes, edges.num_nodes)
     if isinstance(edges, TypedEdges):
         sizes = edges.type_ptr.diff()
         node_type = torch.arange(len(sizes), device=sizes.device).repeat_interleave(sizes)
-        typed: dict[str, Any] = {"edge_type": edges.edge_type, "num_relations": edges.num_relations}
-        graph = EdgeList(name, edges.edge_index, edges.num_nodes, edges.num_nodes, node_type=node_type, **typed)
+        graph = replace(graph, edge_type=edges.edge_type, num_relations=edges.num_relations, node_type=node_type)
     else:
-        graph = EdgeList(name, edges.edge_index, edges.num_nodes, edges.num_nodes, edges.ptr)
+        graph = replace(graph, ptr=edges.ptr)
     if not small:
         compare_with_recipe(graph, recipe)
     return graph
