@@ -1,7 +1,6 @@
 """Graph attention: which tensors each score takes, and how this package, PyG and others compute it.
 
-Others are PyG's layers, their compiled form, unfused cuSPARSE calls and FlexAttention. All of them take the same
-projected tensors, so that no linear layer is timed, and the same edges, without added loops.
+All of them take the same projected tensors, so that no linear layer is timed, and the same edges, without added loops.
 """
 
 from collections.abc import Callable, Sequence
@@ -212,7 +211,7 @@ class _UnfusedHead(torch.autograd.Function):
 def unfused_attention(
     sparse: Sparse, score: str, tensors: Sequence[Tensor], beta: Tensor | None = None, slope: float = NEGATIVE_SLOPE
 ) -> Tensor:
-    """Attention by SDDMM, row softmax and SpMM, head by head, differentiable once.
+    """Attention [N_dst, H, C] by SDDMM, row softmax and SpMM, head by head, differentiable once.
 
     Args:
         sparse: The edges.
@@ -221,9 +220,6 @@ def unfused_attention(
             targets [N, H].
         beta: Temperature [1] of the cosine score.
         slope: Of the leaky ReLU of the additive score.
-
-    Returns:
-        Sums over the neighbours of each target [N_dst, H, C].
     """
     common = () if beta is None else (beta,)
     if tensors[0].size(1) == 1:
@@ -266,26 +262,24 @@ class Flex(Implementation):
         self.compiled = compiled
 
     @staticmethod
-    def _largest(graph: EdgeList) -> tuple[int, int]:
-        """Number of graphs in the batch and nodes of the largest."""
-        if graph.ptr is None:
-            return 1, graph.num_src
-        return graph.ptr.numel() - 1, int(graph.ptr.diff().max())
+    def _ptr(graph: EdgeList) -> Tensor:
+        return torch.tensor([0, graph.num_src], device=graph.device) if graph.ptr is None else graph.ptr
 
     def reasons(self, case: AttentionCase, graph: EdgeList) -> list[str]:  # type: ignore[override]
         reasons = [] if case.op in self.scores else ["FlexAttention's score is a scaled dot product"]
-        count, nodes = self._largest(graph)
-        if count * nodes**2 > self.max_mask_bytes:
-            reasons.append(f"its mask needs {count * nodes**2 / 1e9:.0f} GB")
+        sizes = self._ptr(graph).diff()
+        num_bytes = len(sizes) * int(sizes.max()) ** 2
+        if num_bytes > self.max_mask_bytes:
+            reasons.append(f"its mask needs {num_bytes / 1e9:.0f} GB")
         return reasons
 
     def prepare(self, case: AttentionCase, graph: EdgeList, inputs: Inputs) -> Forward:  # type: ignore[override]
         from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
-        device, nodes = graph.device, graph.num_src
-        count, largest = self._largest(graph)
-        ptr = torch.tensor([0, nodes], device=device) if graph.ptr is None else graph.ptr
-        member = torch.arange(count, device=device).repeat_interleave(ptr.diff())
+        device, nodes, ptr = graph.device, graph.num_src, self._ptr(graph)
+        sizes = ptr.diff()
+        count, largest = len(sizes), int(sizes.max())
+        member = torch.arange(count, device=device).repeat_interleave(sizes)
         local = torch.arange(nodes, device=device) - ptr[member]
         source, target = graph.edge_index
         linked = torch.zeros(count, largest, largest, dtype=torch.bool, device=device)

@@ -40,15 +40,9 @@ Run = Callable[[Relational, Inputs], Tensor]
 
 @dataclass(frozen=True)
 class CaseEdges:
-    """The types of a graph as layers take them.
+    """The types of a graph as layers take them; nodes of a type follow each other, and `sizes` are their numbers.
 
-    Attributes:
-        edge_index: Sources and targets [2, E].
-        edge_type: Relation of each edge [E].
-        num_relations: Number of relations R.
-        node_type: Type of each node [N]; nodes of a type follow each other.
-        sizes: Number of nodes of each type.
-        ends: Source type and target type of each relation; of one without edges the first types.
+    `ends` are source type and target type of each relation, the first types of one without edges.
     """
 
     edge_index: Tensor
@@ -66,8 +60,7 @@ class CaseEdges:
         pair = edge_type.new_zeros(graph.num_relations, 2)
         # All edges of a relation write the same types.
         pair[edge_type] = node_type[graph.edge_index].t()
-        ends = tuple((source, target) for source, target in pair.tolist())
-        sizes = tuple(node_type.bincount(minlength=1).tolist())
+        ends, sizes = tuple(map(tuple, pair.tolist())), tuple(node_type.bincount(minlength=1).tolist())
         return CaseEdges(graph.edge_index, edge_type, graph.num_relations, node_type, sizes, ends)
 
     @property
@@ -93,11 +86,9 @@ class RelationalLayer:
     """One layer of the family.
 
     Attributes:
-        title: Its name in tables and figures.
-        conv: Its class.
+        conv: Name of its class.
         shapes: Shapes of its parameters: W for the width, H heads of C channels, R relations, T node types; Q for
             three widths, B for R * H.
-        make: (class, case, edges) -> the module.
         parameters: (inputs, edges) -> the module's parameters by their names.
         output: (inputs, heads, run, number of targets of each type, types with an output) -> the output, by a program.
         is_hetero: Whether it takes dicts by types.
@@ -108,8 +99,8 @@ class RelationalLayer:
     conv: str
     shapes: Mapping[str, str]
     make: Callable[[Any, RelationalCase, CaseEdges], nn.Module]
-    parameters: Callable[[Inputs, CaseEdges], Inputs]
     output: Callable[[Inputs, int, Run, Sequence[int], set[int]], Tensor]
+    parameters: Callable[[Inputs, CaseEdges], Inputs] = lambda inputs, _: {n: x for n, x in inputs.items() if n != "x"}
     is_hetero: bool = False
     has_kink: bool = False
 
@@ -140,10 +131,6 @@ def _hgt_output(inputs: Inputs, heads: int, run: Run, sizes: Sequence[int], reac
     return torch.cat(outputs)
 
 
-def _own_names(inputs: Inputs, edges: CaseEdges) -> Inputs:
-    return {name: tensor for name, tensor in inputs.items() if name != "x"}
-
-
 def _hgt_names(inputs: Inputs, edges: CaseEdges) -> Inputs:
     types, relations = edges.metadata
     names = {"k_rel.weight": inputs["k_rel"], "v_rel.weight": inputs["v_rel"]}
@@ -162,7 +149,6 @@ LAYERS = {
         conv="RGCNConv",
         shapes={"weight": "RWW", "root": "WW", "bias": "W"},
         make=lambda conv, case, edges: conv(case.width, case.width, edges.num_relations),
-        parameters=_own_names,
         output=_rgcn_output,
     ),
     "rgat": RelationalLayer(
@@ -170,7 +156,6 @@ LAYERS = {
         conv="RGATConv",
         shapes={"weight": "RWW", "q": "WH", "k": "WH", "bias": "W"},
         make=lambda conv, case, edges: conv(case.width, case.channels, edges.num_relations, heads=case.heads),
-        parameters=_own_names,
         output=_rgat_output,
         has_kink=True,
     ),
@@ -182,8 +167,8 @@ LAYERS = {
             **{"k_rel": "BCC", "v_rel": "BCC", "p_rel": "RH"},
         },
         make=lambda conv, case, edges: conv(case.width, case.width, edges.metadata, case.heads),
-        parameters=_hgt_names,
         output=_hgt_output,
+        parameters=_hgt_names,
         is_hetero=True,
     ),
 }
@@ -198,7 +183,6 @@ class RelationalCase(HeadsCase):
 
     @property
     def spec(self) -> RelationalLayer:
-        """Entry of the layer in :data:`LAYERS`."""
         return LAYERS[self.op]
 
     def shapes(self, graph: EdgeList) -> dict[str, tuple[int, ...]]:
@@ -246,7 +230,8 @@ class RelationalCase(HeadsCase):
         return call
 
     def reference(self, graph: EdgeList, inputs: Inputs, grad_out: Tensor) -> dict[str, Tensor]:
-        edges, num_types = CaseEdges.of(graph), len(CaseEdges.of(graph).sizes)
+        edges = CaseEdges.of(graph)
+        num_types = len(edges.sizes)
         constants = {"edge_type": ("edge", edges.edge_type), "target_type": ("dst", edges.node_type)}
 
         def plain(edge_index: Tensor, num_dst: int, inputs: Inputs, keep: Tensor | None = None) -> Tensor:
@@ -256,10 +241,8 @@ class RelationalCase(HeadsCase):
             sizes = target_type.bincount(minlength=num_types).tolist()
             return self.spec.output(inputs, self.heads, partial(_interpreted, rows), sizes, edges.reached)
 
-        rows_of = {"x_dst": "x"}
-        return float64_reference(
-            plain, self.roles(graph), graph, inputs, grad_out, target_rows_of=rows_of, constants=constants
-        )
+        roles, rows_of = self.roles(graph), {"x_dst": "x"}
+        return float64_reference(plain, roles, graph, inputs, grad_out, target_rows_of=rows_of, constants=constants)
 
 
 def _interpreted(rows: IndexSpace, program: Relational, inputs: Inputs) -> Tensor:
@@ -275,11 +258,7 @@ class Ours(Fused):
 
 
 class PyGRelational(Implementation):
-    """PyG's layers: RGCNConv is a loop over relations, the others gather a weight or a row per edge.
-
-    Attributes:
-        conv: Class that it is a function of, where that is not the layer's.
-    """
+    """PyG's layers: RGCNConv is a loop over relations, the others gather a weight or a row per edge."""
 
     name = "pyg"
     title = "PyG"
@@ -349,9 +328,6 @@ class Hector(Implementation):
 
     Aggregation before transformation and compact rows of targets are ours alone. Without compaction each value of a
     relation has a row per edge.
-
-    Attributes:
-        passes: The passes that run.
 
     Source: Wu et al., Hector: An Efficient Programming and Compilation Framework for Implementing Relational Graph
         Neural Networks in GPU Architectures, ASPLOS 2024.

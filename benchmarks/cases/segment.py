@@ -1,7 +1,4 @@
-"""The aggregation family as data: what each operation computes of the edges, and how other packages compute it.
-
-All of them take the same features and edges.
-"""
+"""The aggregation family as data: what each operation computes of the edges, and how other packages compute it."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -21,8 +18,6 @@ from pyg_dfgnn.reference.zoo import EdgeList
 from pyg_dfgnn.statements.segment import SUMS
 
 DTYPES_OF_BASELINES = ("float32", "bfloat16")
-
-
 AGGREGATIONS: dict[str, tuple[str, ...]] = {
     **{name: (name,) for name in ("sum", "mean", "max")},
     "statistics": ("mean", "max", "min", "std"),
@@ -47,7 +42,6 @@ class SegmentCase(Case):
 
     @property
     def message(self) -> str:
-        """Name of the function of an edge, whose results are aggregated."""
         return "weight" if self.op == "weight" else "copy"
 
     @property
@@ -93,12 +87,11 @@ class SegmentCase(Case):
         return torch.cat(outputs, dim=1)
 
     def messages(self, edge_index: Tensor, inputs: Inputs) -> Tensor:
-        """Return the message of each edge, [E, F]."""
+        """The message of each edge [E, F]."""
         sent = inputs["x"].index_select(0, edge_index[0])
         return sent * inputs["edge"].unsqueeze(1) if self.message == "weight" else sent
 
     def problem(self, dtype: str, device: torch.device) -> SegmentProblem:
-        """Return the problem of this case for dispatch, in the dtype of that name."""
         return SegmentProblem(self.message, self.stats, self.channels, DTYPES[dtype], device)
 
 
