@@ -13,19 +13,9 @@ from typing import Any
 
 from benchmarks.plots import save_figure
 from benchmarks.results import Table
+from pyg_dfgnn.training import sweep
 from pyg_dfgnn.training.report import write_rows
-from pyg_dfgnn.training.sweep import (
-    Curves,
-    Groups,
-    Row,
-    by_seed,
-    collect,
-    figure,
-    markdown,
-    read_curves,
-    setting,
-    table,
-)
+from pyg_dfgnn.training.sweep import Curves, Groups, Row, setting
 
 PUBLISHED_KEY = ("experiment", "task", "model", "metric")
 """Columns in which a run agrees with the published result that it is compared with."""
@@ -35,11 +25,6 @@ _NUMBERS: dict[str, Callable[[str], Any]] = {"seed": int, "test_accuracy": float
 
 def add(folder: Path, rows: list[Row], curves: Curves) -> tuple[list[Row], Curves]:
     """Return the earlier results of a folder, in which new runs replace those of the same setting and seed.
-
-    Args:
-        folder: Holds `runs.csv` and `curves.csv`; either may be missing.
-        rows: Rows of the new runs.
-        curves: Curves of the new runs.
 
     Raises:
         FileNotFoundError: There are neither new runs nor earlier ones.
@@ -71,12 +56,12 @@ def beside_published(groups: Groups, path: Path) -> str:
     """Return the table of the settings, each with its published result in a CSV and the source of that."""
     published = {tuple(row[name] for name in PUBLISHED_KEY): row for row in _read(path)}
     rows = []
-    for row in table(groups):
+    for row in sweep.table(groups):
         known = published.get(tuple(row[name] for name in PUBLISHED_KEY))
         synthetic = row.pop("made up")
         result = f"{known['mean']} +- {known['std']}" if known else "-"
         rows.append({**row, "published, %": result, "source": known["source"] if known else "-", "made up": synthetic})
-    return markdown(rows)
+    return sweep.markdown(rows)
 
 
 def compared(groups: Groups, curves: Curves) -> Groups:
@@ -92,16 +77,16 @@ def main(words: Sequence[str] | None = None) -> None:
     parser.add_argument("results", type=Path, help="folder with runs.csv, curves.csv and published.csv")
     parser.add_argument("sweeps", nargs="*", help="run folders of sweeps")
     chosen = parser.parse_args(words)
-    folder, new = chosen.results, collect(*chosen.sweeps)
-    rows, curves = add(folder, new, read_curves(new))
-    groups = by_seed(rows)
+    folder, new = chosen.results, sweep.collect(*chosen.sweeps)
+    rows, curves = add(folder, new, sweep.read_curves(new))
+    groups = sweep.by_seed(rows)
     write_rows(folder / "runs.csv", dict.fromkeys(name for row in rows for name in row), rows)
     points = ((run, *point) for run, curve in curves.items() for point in curve.items())
     write_rows(folder / "curves.csv", CURVE_FIELDS, (dict(zip(CURVE_FIELDS, point)) for point in points))
     (folder / "table.md").write_text(beside_published(groups, folder / "published.csv"))
     # Earlier results may have no curves, and a curve alone compares nothing.
     if shown := compared(groups, curves):
-        save_figure(figure(shown, curves), folder / "curves.png")
+        save_figure(sweep.figure(shown, curves), folder / "curves.png")
     print(f"{len(groups)} settings of {len(rows)} runs: {folder / 'table.md'}")
 
 

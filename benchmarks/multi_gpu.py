@@ -80,13 +80,11 @@ def same_losses(group: Group, small: bool) -> list[Result]:
     overrides += [f"data.task.max_size={max_size}", "trainer.progress=false", f"device={group.device.type}"]
     results = []
     for model in ("gt_small", "transformer_stack"):
-        losses = [
-            _losses([f"model={model}", *overrides], party) if party is group or group.is_main else None
-            for party in (group, Group(device=group.device))
-        ]
+        parties = [group, Group(device=group.device)] if group.is_main else [group]
+        losses = [torch.tensor(_losses([f"model={model}", *overrides], party)) for party in parties]
         group.barrier()
         if group.is_main:
-            shared, alone = (torch.tensor(loss) for loss in losses)
+            shared, alone = losses
             difference = float(((shared - alone) / alone).abs().max())
             results.append(Result("losses", model, group.size, "relative difference", difference, LOSS_TOLERANCE))
     return results
@@ -122,12 +120,11 @@ class Inputs:
 
 def _from_main(group: Group, make: Callable[[], Tensor]) -> Tensor:
     """Return edges [2, E] that process 0 makes; sums of floating-point numbers on GPUs may differ between two."""
-    edges = make() if group.is_main else torch.empty(2, 0, dtype=torch.long, device=group.device)
-    if group.size == 1:
-        return edges
-    count = sum(group.counts(edges.size(1)))
-    edges = edges.contiguous() if group.is_main else edges.new_empty(2, count)
-    dist.broadcast(edges, 0)
+    edges = make().contiguous() if group.is_main else torch.empty(2, 0, dtype=torch.long, device=group.device)
+    if group.size > 1:
+        count = sum(group.counts(edges.size(1)))
+        edges = edges if group.is_main else edges.new_empty(2, count)
+        dist.broadcast(edges, 0)
     return edges
 
 
@@ -269,12 +266,9 @@ def beyond(group: Group, small: bool) -> list[Result]:
             parts.append(recipe.build(device=group.device, **arguments).edge_index + block * nodes)
         edges = torch.cat(parts, dim=1)
         generator = torch.Generator(group.device).manual_seed(0)
-        count = int(crossing * edges.size(1))
-        places, sources = (
-            torch.randint(most, (count,), generator=generator, device=group.device)
-            for most in (edges.size(1), num_nodes)
-        )
-        edges[0, places] = sources
+        size = (int(crossing * edges.size(1)),)
+        places = torch.randint(edges.size(1), size, generator=generator, device=group.device)
+        edges[0, places] = torch.randint(num_nodes, size, generator=generator, device=group.device)
         return edges
 
     edge_index = _from_main(group, joined)
@@ -506,12 +500,10 @@ def main(arguments: list[str] | None = None) -> bool:
         measured = check(group, chosen.small)
         if group.is_main:
             results += measured
-            for result in measured:
-                needed = "" if result.needed is None else f"(needs {result.needed:g})"
-                print(
-                    f"{result.check:14}{result.model:32}{result.processes:2}  {result.quantity:28}"
-                    f"{result.value:12.4g}  {needed:16}{result.verdict}"
-                )
+            for each in measured:
+                needed = "" if each.needed is None else f"(needs {each.needed:g})"
+                name = f"{each.check:14}{each.model:32}{each.processes:2}  {each.quantity:28}"
+                print(f"{name}{each.value:12.4g}  {needed:16}{each.verdict}")
             print(f"{check.__name__}: {time.perf_counter() - start:.1f} s", flush=True)
             path.parent.mkdir(parents=True, exist_ok=True)
             write_rows(path, columns, ({**asdict(each), "verdict": each.verdict, "digest": digest} for each in results))
