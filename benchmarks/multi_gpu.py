@@ -34,7 +34,7 @@ from benchmarks.results import MEASURED_ROOMS, source_digest
 from benchmarks.timing import Timer
 from benchmarks.training import flat_gradient, training_config
 from pyg_dfgnn import models
-from pyg_dfgnn.capture import CapturedStep, Recorder, Step
+from pyg_dfgnn.capture import CapturedStep, Recorder
 from pyg_dfgnn.datasets import pattern
 from pyg_dfgnn.distributed import Group, PartitionedGraph, PartitionedHeteroGraph, partition, partition_hetero, wrap
 from pyg_dfgnn.distributed.sampler import edges_of, own_share
@@ -402,11 +402,17 @@ def throughput(group: Group, small: bool) -> list[Result]:
     graphs = pattern(num_graphs, 1, 1, max_size=8 if small else 34).splits["train"]
 
     def measure(name: str, captured: bool, party: Group) -> float:
-        model, batch = makers[name]().to(party.device), _share(graphs, party)
+        model, device = makers[name]().to(party.device), party.device
+        share = own_share(torch.arange(len(graphs)), party, edges_of(graphs)).tolist()
+        batch: Any = Batch.from_data_list([graphs[index] for index in share]).to(device)
         if "blocks" in name:
             # In place of encodings, which take long to make.
-            batch.pe = torch.randn(batch.num_nodes, 2, device=party.device)
-        step = _make_step(model, batch, party, captured=captured)
+            batch.pe = torch.randn(batch.num_nodes, 2, device=device)
+        optimizer = torch.optim.Adam(model.parameters(), lr=1e-3, fused=device.type == "cuda")
+        recorder = Recorder(device) if captured else None
+        parallel = model if party.size == 1 else wrap(model, party, recorder.stream if recorder else None)
+        how: dict[str, Any] = {"captured": captured, "recorder": recorder, "loss_weights": True, "group": party}
+        step = make_step(parallel, optimizer, batch, **how)
         return 1e3 * num_graphs / group_time_ms(partial(step, batch), party, small)
 
     results = []
@@ -453,19 +459,6 @@ class _BatchStep:
         self.optimizer.zero_grad()
         self.case.loss(self.case.forward(self.model, batch), batch).backward()
         self.optimizer.step()
-
-
-def _share(graphs: list[Data], group: Group) -> Any:
-    """This process's share of a batch, on its device."""
-    share = own_share(torch.arange(len(graphs)), group, edges_of(graphs)).tolist()
-    return Batch.from_data_list([graphs[index] for index in share]).to(group.device)
-
-
-def _make_step(model: nn.Module, data: Data, group: Group, *, captured: bool) -> Step:
-    optimizer = torch.optim.Adam(model.parameters(), lr=1e-3, fused=group.device.type == "cuda")
-    recorder = Recorder(group.device) if captured else None
-    parallel = model if group.size == 1 else wrap(model, group, recorder.stream if recorder else None)
-    return make_step(parallel, optimizer, data, captured=captured, recorder=recorder, loss_weights=True, group=group)
 
 
 def group_time_ms(call: Callable[[], Any], group: Group, small: bool, calls: int = 15) -> float:
