@@ -285,11 +285,7 @@ TABLE_1 = (*_BATCHES, "cora", "citeseer", "pubmed", "ppa_like", "reddit_like", "
 
 
 def recipe_of(name: str) -> Recipe:
-    """The recipe of a name, with another number of graphs for ``name@count``, in another order for ``name+method``.
-
-    Raises:
-        ValueError: The name or the method is unknown, it is no batch and a count is given, or a batch and a method.
-    """
+    """The recipe of a name; ``name@count`` is a batch of so many graphs, ``name+method`` a graph in that order."""
     whole, _, order = name.partition("+")
     stem, _, count = whole.partition("@")
     check_choice("graphs", stem, tuple(RECIPES))
@@ -320,10 +316,8 @@ def recipe_of(name: str) -> Recipe:
 def benchmark_graph(name: str, device: torch.device | str, *, small: bool = False) -> EdgeList:
     """Builds a graph by its recipe and refuses one whose size is not the recipe's; the last few are kept.
 
-    Args:
-        name: As :func:`recipe_of`.
-        device: Where to sample and keep the graph; the recorded sizes of ``a`` to ``e`` belong to the CUDA generator.
-        small: A miniature by the same code, for machines without a GPU; its size is not compared.
+    The recorded sizes of ``a`` to ``e`` belong to the CUDA generator. The size of a small one, a miniature by the same
+    code for machines without a GPU, is not compared.
 
     Raises:
         FileNotFoundError: The graph is a real one and its file is not there.

@@ -13,15 +13,10 @@ class EndedError(RuntimeError):
 
 
 def results(work: Callable[..., Iterator[Any]], arguments: tuple[Any, ...], limit_s: float) -> Iterator[Any]:
-    """Yield the results of ``work`` from a process of its own; a None that it yields is a sign of life and left out.
+    """Yield the results of ``work``, a function of a module, from a process of its own.
 
-    Args:
-        work: A function of a module, which the process calls.
-        arguments: Its arguments; like all that it yields, they are pickled.
-        limit_s: Seconds without a sign of life after which the process is ended.
-
-    Raises:
-        EndedError: The time is up, or the process ended by itself.
+    Arguments and results are pickled. A None that it yields is a sign of life and left out; without one for `limit_s`
+    the process is ended, which raises an EndedError, as its end by itself does.
     """
     # Never forked: a child cannot use the CUDA context of its parent, and an import may have touched a GPU.
     context = multiprocessing.get_context("spawn")

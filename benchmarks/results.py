@@ -126,11 +126,7 @@ def now() -> str:
 
 
 class Table:
-    """A CSV file with fixed columns that grows by rows.
-
-    Raises:
-        ValueError: If the file exists with other columns.
-    """
+    """A CSV file with fixed columns that grows by rows; a ValueError where it exists with others."""
 
     def __init__(self, path: Path, fields: Iterable[str]) -> None:
         self.path, self.fields = path, list(fields)

@@ -71,11 +71,7 @@ class Experiment(SimpleNamespace):
 
     @staticmethod
     def of(config: Mapping[str, Any]) -> Experiment:
-        """Return the settings of a resolved config.
-
-        Raises:
-            ValueError: A name is not among the choices, or a size has another form.
-        """
+        """Return the settings of a resolved config; raise a ValueError at an unknown name or a size of another form."""
         values: dict[str, Any] = {n: tuple(value) if isinstance(value, list) else value for n, value in config.items()}
         choices: dict[str, Any] = {"ops": FAMILY_OF, "dtypes": DTYPES, "implementations": TITLES}
         for name, allowed in {**choices, "directions": DIRECTIONS, "schedules": SCHEDULES, "states": STATES}.items():
@@ -243,10 +239,9 @@ def rows_of_job(experiment: Experiment, job: Job) -> Iterator[dict[str, Any]]:
 
 
 def run(config: Mapping[str, Any]) -> int:
-    """Measure what the CSV of an experiment lacks, print its tables and draw its figure.
+    """Measure what the CSV of an experiment lacks, print its tables and draw its figure; return an exit code.
 
-    Returns:
-        0: all done; 1: a result of ours is wrong; 2: stopped early.
+    It is 1 where a result of ours is wrong, and 2 where the measurement stopped early.
     """
     experiment = Experiment.of(config)
     stem = results.file_stem(experiment.device, experiment.small)

@@ -70,11 +70,7 @@ class Options(SimpleNamespace):
 
     @staticmethod
     def of(config: Mapping[str, Any], model_name: str) -> Options:
-        """Return the options of a resolved config.
-
-        Raises:
-            ValueError: A value is out of range.
-        """
+        """Return the options of a resolved config; raise a ValueError where a value is out of range."""
         pace, device = SimpleNamespace(**config["pace"]), results.device_of(config["device"])
         for name in ("batch_size", "num_batches"):
             check_range(name, config[name], 1)

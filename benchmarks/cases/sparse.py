@@ -5,13 +5,7 @@ from torch import Tensor
 
 
 class Sparse:
-    """The CSR of a graph and of its transpose as index arrays, with the permutation between their edge orders.
-
-    Args:
-        edge_index: Sources and targets [2, E].
-        num_src: Number of sources.
-        num_dst: Number of targets.
-    """
+    """The CSR of edges [2, E] and of their transpose as index arrays, with the permutation between their orders."""
 
     def __init__(self, edge_index: Tensor, num_src: int, num_dst: int) -> None:
         self.order = torch.argsort(edge_index[1], stable=True)

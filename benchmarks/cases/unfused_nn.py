@@ -22,10 +22,7 @@ _compressed: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 def compress(edge_index: Tensor, num_nodes: int, self_loops: bool = False) -> Sparse:
     """The CSR of edges [2, E] and of their transpose, kept for as long as `edge_index` lives unchanged.
 
-    Args:
-        edge_index: Sources and targets [2, E].
-        num_nodes: Number of nodes N.
-        self_loops: Replace self-loops by one per node, as GATConv and AGNNConv do.
+    Self-loops may be replaced by one per node, as GATConv and AGNNConv do.
     """
     key = num_nodes, self_loops, edge_index._version
     kept = _compressed.setdefault(edge_index, {})

@@ -122,14 +122,8 @@ def sample(
 ) -> tuple[dict[str, int], list[dict[str, int]], list[Edges]]:
     """Sample neighbours layer by layer from a graph whose in-degrees are log-normal and whose out-degrees are skewed.
 
-    Args:
-        relations: Source type, name and target type; seeds are of the type that the first one points to.
-        counts: Nodes of each type.
-        seeds: Number of seeds.
-        fans: Neighbours of a node and relation, layer by layer.
-        seed: Of the random numbers.
-        blocks: Whether each layer samples for all nodes so far, as bipartite blocks need; else for the new ones.
-        log_degree: Mean of the logarithm of the in-degree per relation.
+    Seeds are of the type that the first relation points to; `log_degree` is the mean of the logarithm of the in-degree
+    per relation. A layer samples for all nodes so far, as bipartite blocks need, or else for the new ones.
 
     Returns:
         Nodes of each type, nodes before each layer, and edges of each layer; nodes of a layer come before later ones.

@@ -131,11 +131,7 @@ def limited(seconds: float) -> Iterator[None]:
 
 
 def cases_of(config: Mapping[str, Any]) -> list[LoopCase]:
-    """The cases that a config chooses.
-
-    Raises:
-        ValueError: A loop or an implementation is not among the choices.
-    """
+    """The cases that a config chooses; a ValueError at an unknown loop or implementation."""
     for option, choices in (("loops", LOOPS), ("implementations", BASELINE)):
         for name in config[option]:
             check_choice(option, name, tuple(choices))
