@@ -212,13 +212,9 @@ def conformance() -> str:
         counts = Counter(row["outcome"] for row in cells.values())
         said = ", ".join(f"{counts[outcome]} {outcome}" for outcome in ("passed", "skipped", "failed"))
         parts += [f"### {heading}", f"{len(cells)} cells: {said}.", markdown(["", *conditions], body)]
-    numbered = "\n".join(f"{number}. {escaped(reason)}" for reason, number in reasons.items())
-    return "\n\n".join([*parts, "### Reasons", numbered])
-
-
-def escaped(text: str) -> str:
-    """Return text in which nothing is Markdown or HTML."""
-    return re.sub(r"([\\`*_\[\]<>|])", r"\\\1", text)
+    # Nothing in a reason is Markdown or HTML.
+    plain = {re.sub(r"([\\`*_\[\]<>|])", r"\\\1", reason): number for reason, number in reasons.items()}
+    return "\n\n".join([*parts, "### Reasons", "\n".join(f"{number}. {reason}" for reason, number in plain.items())])
 
 
 _MADE = (loops, edge_networks, means, proofs, determinism, conformance)

@@ -298,7 +298,10 @@ def _fill(experiment: Experiment, table: Table) -> bool:
             if progress.is_over():
                 return False
             if experiment.is_isolated(job):
-                append(_isolated(experiment, job, graph))
+                try:
+                    append(isolated.results(rows_of_job, (experiment, job), experiment.isolated["limit_s"]))
+                except isolated.EndedError as ended:
+                    append([{**job.columns, **graph_columns(graph), "status": str(ended)}])
                 continue
             if problem is None or (problem.case, problem.dtype) != (job.case, job.dtype):
                 problem = Problem(job.case, graph, job.dtype)
@@ -306,11 +309,3 @@ def _fill(experiment: Experiment, table: Table) -> bool:
         Graph.clear_cache()
         timer.release()
     return True
-
-
-def _isolated(experiment: Experiment, job: Job, graph: EdgeList) -> list[Row]:
-    """Return the rows of a job from a process of its own, or the reason why there are none."""
-    try:
-        return list(isolated.results(rows_of_job, (experiment, job), experiment.isolated["limit_s"]))
-    except isolated.EndedError as ended:
-        return [{**job.columns, **graph_columns(graph), "status": str(ended)}]

@@ -114,20 +114,13 @@ class Backend:
     def preparation(self, model: nn.Module) -> Prepare:
         """Return the function that prepares a batch on its device for the model, found again by its `edge_index`."""
         if self.is_ours:
-            return self._compress
+            # Without self-loops, which layers that store some add; layers sort the batches that they take themselves.
+            return lambda batch: None if isinstance(batch, Batch) else Graph.of(batch.edge_index, batch.num_nodes).csc
         compress = getattr(importlib.import_module(self.convs), "compress", None)
         if compress is not None:
             loops = any(getattr(m, "add_self_loops", False) or getattr(m, "self_loops", False) for m in model.modules())
             return lambda batch: compress(batch.edge_index, batch.num_nodes, loops)
         return lambda batch: None
-
-    def _compress(self, batch: Data) -> None:
-        """Make the graph without self-loops, which layers that store some add to it, by target and by source.
-
-        Layers do so themselves with the batches that they take.
-        """
-        if not isinstance(batch, Batch):
-            Graph.of(batch.edge_index, batch.num_nodes).csc  # noqa: B018
 
 
 @dataclass(frozen=True)
@@ -141,10 +134,8 @@ class Reference:
 
     def differences(self, losses: list[float], gradient: Tensor) -> dict[str, float]:
         """How far losses and the first gradient are from these."""
-        return {
-            "loss_difference": relative_difference(losses, self.losses),
-            "gradient_difference": relative_error(gradient, self.gradient),
-        }
+        of_losses, of_gradient = relative_difference(losses, self.losses), relative_error(gradient, self.gradient)
+        return {"loss_difference": of_losses, "gradient_difference": of_gradient}
 
 
 def relative_difference(numbers: Sequence[float], expected: Sequence[float]) -> float:

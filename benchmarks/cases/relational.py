@@ -9,7 +9,6 @@ from __future__ import annotations
 import importlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from math import log2
 from typing import Any, ClassVar
 
@@ -239,15 +238,15 @@ class RelationalCase(HeadsCase):
             part = Graph.of(edge_index, graph.num_src, num_dst, edge_type=inputs["edge_type"], num_relations=relations)
             rows = IndexSpace(part, source_type=edges.node_type, target_type=target_type, num_types=num_types)
             sizes = target_type.bincount(minlength=num_types).tolist()
-            return self.spec.output(inputs, self.heads, partial(_interpreted, rows), sizes, edges.reached)
+
+            def run(program: Relational, inputs: Inputs) -> Tensor:
+                shapes = {name: tuple(x.shape[program.domains[name] is not One :]) for name, x in inputs.items()}
+                return interpret(program.program(**shapes), rows, inputs)["out"]
+
+            return self.spec.output(inputs, self.heads, run, sizes, edges.reached)
 
         roles, rows_of = self.roles(graph), {"x_dst": "x"}
         return float64_reference(plain, roles, graph, inputs, grad_out, target_rows_of=rows_of, constants=constants)
-
-
-def _interpreted(rows: IndexSpace, program: Relational, inputs: Inputs) -> Tensor:
-    shapes = {name: tuple(x.shape[program.domains[name] is not One :]) for name, x in inputs.items()}
-    return interpret(program.program(**shapes), rows, inputs)["out"]
 
 
 class Ours(Fused):
