@@ -130,56 +130,48 @@ class _Dot:
     """<query_i, key_j> C^-0.5."""
 
     @staticmethod
-    def logit(sparse: Sparse, slope: float, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-        return sparse.products(query, key) * query.size(1) ** -0.5, value
+    def logit(ctx: Any, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+        return ctx.sparse.products(query, key) * query.size(1) ** -0.5, value
 
     @staticmethod
-    def gradients(
-        sparse: Sparse, slope: float, logit: Tensor, grad_logit: Tensor, grad_value: Tensor, *tensors: Tensor
-    ) -> tuple[Tensor, ...]:
+    def gradients(ctx: Any, logit: Tensor, grad: Tensor, grad_value: Tensor, *tensors: Tensor) -> tuple[Tensor, ...]:
         query, key, _ = tensors
-        grad_logit = grad_logit * query.size(1) ** -0.5
-        return sparse.matrix(grad_logit) @ key, sparse.transposed(grad_logit) @ query, grad_value
+        grad = grad * query.size(1) ** -0.5
+        return ctx.sparse.matrix(grad) @ key, ctx.sparse.transposed(grad) @ query, grad_value
 
 
 class _Cosine:
     """beta <x_i / |x_i|, x_j / |x_j|>."""
 
     @staticmethod
-    def logit(sparse: Sparse, slope: float, value: Tensor, beta: Tensor) -> tuple[Tensor, Tensor]:
+    def logit(ctx: Any, value: Tensor, beta: Tensor) -> tuple[Tensor, Tensor]:
         unit = F.normalize(value, dim=-1)
-        return beta * sparse.products(unit, unit), value
+        return beta * ctx.sparse.products(unit, unit), value
 
     @staticmethod
-    def gradients(
-        sparse: Sparse, slope: float, logit: Tensor, grad_logit: Tensor, grad_value: Tensor, *tensors: Tensor
-    ) -> tuple[Tensor, ...]:
+    def gradients(ctx: Any, logit: Tensor, grad: Tensor, grad_value: Tensor, *tensors: Tensor) -> tuple[Tensor, ...]:
         value, beta = tensors
         unit = F.normalize(value, dim=-1)
-        grad_unit = beta * (sparse.matrix(grad_logit) @ unit + sparse.transposed(grad_logit) @ unit)
+        grad_unit = beta * (ctx.sparse.matrix(grad) @ unit + ctx.sparse.transposed(grad) @ unit)
         projected = grad_unit - unit * (unit * grad_unit).sum(-1, keepdim=True)
         grad_value += projected / value.norm(dim=-1, keepdim=True).clamp_min(1e-12)
-        return grad_value, (grad_logit * logit).sum().reshape(1) / beta
+        return grad_value, (grad * logit).sum().reshape(1) / beta
 
 
 class _Add:
     """LeakyReLU(alpha_src_j + alpha_dst_i)."""
 
     @staticmethod
-    def logit(
-        sparse: Sparse, slope: float, value: Tensor, alpha_src: Tensor, alpha_dst: Tensor
-    ) -> tuple[Tensor, Tensor]:
-        return F.leaky_relu(alpha_src[sparse.source] + alpha_dst[sparse.row], slope), value
+    def logit(ctx: Any, value: Tensor, alpha_src: Tensor, alpha_dst: Tensor) -> tuple[Tensor, Tensor]:
+        return F.leaky_relu(alpha_src[ctx.sparse.source] + alpha_dst[ctx.sparse.row], ctx.slope), value
 
     @staticmethod
-    def gradients(
-        sparse: Sparse, slope: float, logit: Tensor, grad_logit: Tensor, grad_value: Tensor, *tensors: Tensor
-    ) -> tuple[Tensor, ...]:
-        grad_logit = torch.where(logit > 0, grad_logit, slope * grad_logit)
+    def gradients(ctx: Any, logit: Tensor, grad: Tensor, grad_value: Tensor, *tensors: Tensor) -> tuple[Tensor, ...]:
+        grad, sparse = torch.where(logit > 0, grad, ctx.slope * grad), ctx.sparse
         by_source = torch.segment_reduce(
-            grad_logit[sparse.transpose], "sum", offsets=sparse.transposed_offsets, unsafe=True, initial=0.0
+            grad[sparse.transpose], "sum", offsets=sparse.transposed_offsets, unsafe=True, initial=0.0
         )
-        return grad_value, by_source, sparse.row_sum(grad_logit)
+        return grad_value, by_source, sparse.row_sum(grad)
 
 
 _UNFUSED: dict[str, Any] = {"dot": _Dot, "cosine": _Cosine, "add": _Add}
@@ -191,9 +183,9 @@ class _UnfusedHead(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, sparse: Sparse, score: str, slope: float, *tensors: Tensor) -> Tensor:
-        logit, value = _UNFUSED[score].logit(sparse, slope, *tensors)
-        weight = sparse.softmax(logit)
         ctx.sparse, ctx.score, ctx.slope = sparse, score, slope
+        logit, value = _UNFUSED[score].logit(ctx, *tensors)
+        weight = sparse.softmax(logit)
         ctx.save_for_backward(*tensors, value, weight, logit)
         return sparse.matrix(weight) @ value
 
@@ -204,8 +196,7 @@ class _UnfusedHead(torch.autograd.Function):
         grad = grad.contiguous()
         grad_value = sparse.transposed(weight) @ grad
         grad_logit = sparse.softmax_backward(weight, sparse.products(grad, value))
-        gradients = _UNFUSED[ctx.score].gradients(sparse, ctx.slope, logit, grad_logit, grad_value, *tensors)
-        return None, None, None, *gradients
+        return None, None, None, *_UNFUSED[ctx.score].gradients(ctx, logit, grad_logit, grad_value, *tensors)
 
 
 def unfused_attention(
