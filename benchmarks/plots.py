@@ -100,10 +100,8 @@ def speedup_figure(panels: Mapping[tuple[str, str], Panel], baseline: str, title
     width_inches = max(6.5, max(3.6, 0.9 * groups) * len(columns))
     figure = Figure(figsize=(width_inches, 2.6 * len(rows) + 1.0), layout="constrained")
     axes = figure.subplots(len(rows), len(columns), squeeze=False)
-    labels = sorted(
-        {label for panel in panels.values() for bars in panel.values() for label in bars},
-        key=lambda label: (not label.startswith("ours"), label),
-    )
+    found = {label for panel in panels.values() for bars in panel.values() for label in bars}
+    labels = sorted(found, key=lambda label: (not label.startswith("ours"), label))
     for (row, column), panel in panels.items():
         axis = axes[rows.index(row)][columns.index(column)]
         draw_bars(axis, list(panel.values()), labels)

@@ -18,9 +18,8 @@ PACKAGES = CONFIGS.parents[1] / "results" / "bench" / "nvidia-h200" / "packages.
 
 def timed(rows: Rows) -> list[Row]:
     """The last rows with a time in a warm cache."""
-    return [
-        row for row in latest(rows, NAMES) if row["status"] == "ok" and row["state"] == "warm" and row["op"] != "graph"
-    ]
+    right = [row for row in latest(rows, NAMES) if row["status"] == "ok" and row["op"] != "graph"]
+    return [row for row in right if row["state"] == "warm"]
 
 
 def label(row: Row) -> str:
@@ -132,9 +131,8 @@ def peers_table(rows: Rows) -> str:
         if row["implementation"] == "fused" and row["schedule"] == "auto" and peer is not None:
             ours, theirs = milliseconds(row), milliseconds(peer)
             package = peer["package"] if peer["dtype"] == row["dtype"] else f"{peer['package']} ({peer['dtype']})"
-            body.append(
-                [*place_of(row), row["dtype"], f"{ours:.4g}", f"{theirs:.4g}", package, f"{theirs / ours:.2f}x"]
-            )
+            times = f"{ours:.4g}", f"{theirs:.4g}", package, f"{theirs / ours:.2f}x"
+            body.append([*place_of(row), row["dtype"], *times])
     header = ["layer", "size", "direction", "graph", "dtype", "ours", "peer", "package", "faster"]
     return markdown(header, body) if body else ""
 

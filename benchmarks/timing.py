@@ -95,11 +95,9 @@ class Timer:
             self._flush = torch.empty(FLUSH_BYTES if self.on_gpu else 1 << 20, dtype=torch.uint8, device=self.device)
         self._flush.zero_()
 
-    def _samples(
-        self, call: TimedCall, repetitions: int, before: TimedCall | None, host_ms: float = 0.0
-    ) -> list[float]:
+    def _samples(self, call: TimedCall, count: int, before: TimedCall | None, host_ms: float = 0.0) -> list[float]:
         spans = []
-        for position in range(repetitions):
+        for position in range(count):
             if self.on_gpu and host_ms and position % HEAD_START_CALLS == 0:
                 # As long as the host needs for ten short calls.
                 cuda_sleep(int(HEAD_START_FACTOR * HEAD_START_CALLS * host_ms * CYCLES_PER_MS))
