@@ -45,14 +45,15 @@ class EdgeSet(NamedTuple):
         return tuple(self)[:5]
 
     def ends(self) -> Tensor:
-        """Return sources and targets, int64 [2, E], with the new self-loops behind all edges: [2, E + N].
+        """Return sources and targets, int64 [2, E]; with new self-loops [2, E + min(num_src, num_dst)], these last.
 
-        The host waits for no device: own self-loops point to `num_dst`, a target more than there are.
+        The host waits for no device: own self-loops stay, and point to one extra target, `num_dst`.
         """
         ends = (self.edge_index.flip(0) if self.transposed else self.edge_index).long()
         if not self.self_loops:
             return ends
         source, target = ends.unbind(0)
         loops = torch.arange(min(self.num_src, self.num_dst), device=ends.device)
-        target = torch.where(source == target, self.num_dst, target)
+        # An id out of range stays one.
+        target = torch.where(source == target, self.num_dst, target + (target >= self.num_dst))
         return torch.cat([torch.stack([source, target]), loops.expand(2, -1)], dim=1)

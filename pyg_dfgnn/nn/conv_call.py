@@ -33,7 +33,7 @@ class ConvCall(NamedTuple):
         weights: Whether the caller wants the attention weights.
         edge_type: Relation of each edge, `[num_input_edges]`; None where there are none, and where a `Graph` has them.
         part: The part of a partitioned graph that the edges are those of; None of a whole graph.
-        is_new: Whether operators of torch take the edges as they are, of which no list of pairs is made.
+        by_torch: Whether operators of torch take the edges as they are, of which no list of pairs is made.
     """
 
     reasons: Sequence[str]
@@ -47,7 +47,7 @@ class ConvCall(NamedTuple):
     weights: bool = False
     edge_type: Tensor | None = None
     part: Part | None = None
-    is_new: bool = False
+    by_torch: bool = False
 
     def replace(self, **fields: Any) -> "ConvCall":
         """Return the call with other fields; torch 2.11 cannot go on with what `_replace` makes after a graph break."""
@@ -198,12 +198,11 @@ def resolve(
                 edge_attr = values if form == "EdgeIndex" else adjacency_features(edge_index)
         self_loops = False
 
-    transposed = flow == "target_to_source"
+    transposed = flow != "source_to_target"
     if torch.compiler.is_compiling():
-        if call.is_new and edge_attr is not None:
-            loop_attr = _loop_features(edge_index, edge_attr, max(num_src, num_dst), fill_value)
-            edge_attr = torch.cat([edge_attr, loop_attr[:num_loops]])
-        return EdgeSet(edge_index, num_src, num_dst, self_loops, transposed, call.is_new), edge_attr, edge_index
+        if call.by_torch and edge_attr is not None:
+            edge_attr = _with_loop_features(edge_index, edge_attr, (num_src, num_dst), fill_value)
+        return EdgeSet(edge_index, num_src, num_dst, self_loops, transposed, call.by_torch), edge_attr, edge_index
     if form == "Graph":
         graph, plain = edge_index, None
         if self_loops and edge_attr is not None:
@@ -221,9 +220,7 @@ def resolve(
         graph = Graph.of(edge_index, num_src, num_dst, flow=flow, self_loops=bool(self_loops))
         plain = edge_index.as_tensor() if form == "EdgeIndex" else None
     if self_loops and edge_attr is not None and graph.is_bare:
-        edge_attr = torch.cat(
-            [edge_attr, _loop_features(plain, edge_attr, max(num_src, num_dst), fill_value)[:num_loops]]
-        )
+        edge_attr = _with_loop_features(plain, edge_attr, (num_src, num_dst), fill_value)
     elif self_loops and edge_attr is not None:
         assert graph.kept is not None and plain is not None
         edge_attr = edge_attr.index_select(0, graph.kept)
@@ -236,12 +233,14 @@ def resolve(
     return graph, edge_attr, edge_index
 
 
-def _loop_features(edge_index: Any, edge_attr: Tensor, num_nodes: int, fill_value: Any) -> Tensor:
-    """Return the features that PyG's convs give to self-loops, without removing the self-loops that are there.
+def _with_loop_features(edge_index: Any, edge_attr: Tensor, sizes: tuple[int, int], fill_value: Any) -> Tensor:
+    """Return edge features with those that PyG's convs give to self-loops appended; own self-loops keep theirs.
 
     They, and edges whose ids nobody has checked yet, are reduced into a row of their own.
     """
-    row, col = edge_index
+    num_nodes, (row, col) = max(sizes), edge_index
     col = torch.where((row == col) | (col < 0), num_nodes, col).clamp_(max=num_nodes)
     # Of the ends only the second is read.
-    return compute_loop_attr((row, col.long()), edge_attr, num_nodes + 1, False, fill_value)  # type: ignore[arg-type]
+    ends: Any = row, col.long()
+    loop_attr = compute_loop_attr(ends, edge_attr, num_nodes + 1, False, fill_value)
+    return torch.cat([edge_attr, loop_attr[: min(sizes)]])

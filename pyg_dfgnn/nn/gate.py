@@ -435,9 +435,11 @@ class FusedConv(Scripted, MessagePassing):
         if not _is_matrix(x) or not (second is x or second is None or _is_matrix(second)):
             return ConvCall([*reasons, NO_MATRIX], (), edge_index, form)
         assert x is not None
-        is_few = compiling and is_plain and self._is_compiled_few(edge_index, x.size(1))
+        is_few = False
+        if compiling and is_plain:
+            is_few = self._is_compiled_few(edge_index, max(x.size(1), self._numbers_per_edge_of(question)))
         if is_few and not self_loops:
-            # Each fact that decides is looked at in every call of what has been compiled.
+            # Each further question is a guard, checked in every compiled call.
             return ConvCall(FEW, (), edge_index, form)
         if is_plain and not compiling and lacks_kernels(x):
             return ConvCall([NO_DEVICE, *conv_call.id_reasons(edge_index)], (), edge_index, form)
@@ -483,9 +485,9 @@ class FusedConv(Scripted, MessagePassing):
             if self_loops and form == "SparseTensor":
                 against.append("edge_dim and self-loops with a SparseTensor")
         if compiling:
-            # PyG's code replaces self-loops with numbers from the device, which breaks the graph.
-            has_edges = edge_attr is not None and not is_few
-            against += self._compile_reasons((*nodes, edge_attr), form, self_loops, has_edges, weights)
+            # With few edges the rows of new self-loops need no number from the device.
+            lacks_loops = edge_attr is not None and not is_few
+            against += self._compile_reasons((*nodes, edge_attr), form, self_loops, lacks_loops, weights)
         edge_attr = None if lin_edge is None else edge_attr
         if edge_attr is not None:
             rows = edge_attr.size(0) if edge_attr.dim() else 0
@@ -499,13 +501,15 @@ class FusedConv(Scripted, MessagePassing):
         # Not through `reasons_on_device`: each function that a call enters costs the host.
         against += kernel_reasons(type(self), *problem) if device.type in fused_device_types else (NO_DEVICE,)
         ends = num_src or 0, num_dst or 0
-        return ConvCall(against, problem, edge_index, form, edge_attr, *ends, self_loops, weights, is_new=is_few)
+        return ConvCall(against, problem, edge_index, form, edge_attr, *ends, self_loops, weights, by_torch=is_few)
 
     _is_compiled_few: Callable[[Any, int], bool] = staticmethod(is_compiled_few)
-    """Returns whether torch.compile makes few kernels of PyG's code for edges and features of a width."""
+    """Returns whether torch.compile makes few kernels of PyG's code for edges and rows of so many numbers."""
+    _numbers_per_edge_of: Callable[[Any], int] = staticmethod(lambda question: 0)
+    """Returns how many numbers an edge sends, of what `_problem_fields` returns."""
 
     def _compile_reasons(
-        self, tensors: Sequence[Tensor | None], form: str, self_loops: bool, has_edge_attr: bool, weights: bool
+        self, tensors: Sequence[Tensor | None], form: str, self_loops: bool, lacks_loops: bool, weights: bool
     ) -> list[str]:
         """Return what speaks against the fused forward only while torch.compile traces."""
         reasons = []
@@ -516,7 +520,7 @@ class FusedConv(Scripted, MessagePassing):
             reasons.append("attention weights with gradients while compiling")
         if form != "tensor":
             reasons.append(f"a {form} while compiling")
-        if self_loops and (weights or has_edge_attr):
+        if self_loops and (weights or lacks_loops):
             reasons.append("self-loops with edge features or attention weights while compiling")
         return reasons
 

@@ -83,7 +83,7 @@ class Op:
     def __post_init__(self) -> None:
         ops[self.statement.name] = self
         # Known from here on: torch.compile cannot trace the first look at a cached property.
-        _ = self.statement.input_names, self._value_place, self.edge_place, self._domains
+        _ = self.statement.input_names, self.statement.values, self._value_place, self.edge_place, self._domains
 
     def __reduce__(self) -> tuple[Any, ...]:
         # Found by its name in any process; a copy is the op itself.
@@ -153,6 +153,8 @@ class Op:
         if known is None:
             graph, tensors, known = self._first_call(graph, tensors, numbers, heads, shared, signature)
             if known is None:
+                if isinstance(graph, EdgeSet) and not graph.by_torch:
+                    graph = Graph.resolve(*graph.key)
                 out, edge_value = self.in_torch(graph, wide(tensors), numbers, heads, shared)
                 out = self._finished(out, tensors, concat)
                 return (out, edge_value) if with_edge_value else out
@@ -501,9 +503,8 @@ class Op:
         numbers_by_name = {number.name: float(value) for number, value in zip(statement.numbers, numbers, strict=True)}
         num_dst, keep = graph.num_dst, None
         edge_index = graph.edge_index if isinstance(graph, Graph) else graph.ends()
-        has_more = isinstance(graph, EdgeSet) and graph.self_loops
-        if has_more:
-            # Own self-loops go to a target more.
+        has_extra_target = isinstance(graph, EdgeSet) and graph.self_loops
+        if has_extra_target:
             num_dst = num_dst + 1
             for domain, name in zip(self._domains, statement.input_names, strict=True):
                 if domain == "targets":
@@ -516,7 +517,7 @@ class Op:
             assert rows is not None
             keep = dropout_factor(edge_ids, rows.shape[1], dropout, seed)
         out, edge_value = statement.reference(edge_index, num_dst, by_name, numbers_by_name, keep)
-        if has_more:
+        if has_extra_target:
             out = tuple(each[:-1] for each in out) if isinstance(out, tuple) else out[:-1]
         return out, edge_value
 
@@ -566,7 +567,7 @@ def cast(tensors: tuple[Tensor | None, ...], casts: Sequence[tuple[int, torch.dt
 
 
 def _with_row(tensor: Tensor | None) -> Tensor | None:
-    """Return a tensor with a row of zeros behind its own."""
+    """Return a tensor with a row of zeros appended."""
     return None if tensor is None else torch.cat([tensor, tensor.new_zeros(1, *tensor.shape[1:])])
 
 

@@ -209,7 +209,8 @@ def aggregate(
     op, most = getattr(_ops, _name_of(message, distinct, self_loops)), max_channels(distinct)
     # In the order of the statement.
     inputs = target, key, x, edge, source_scale, target_scale, of_degree, lin_weight, lin_bias
-    if isinstance(x, Tensor) and x.dim() == 2 and x.size(1) > most:
+    has_kernels = isinstance(graph, Graph) or not graph.by_torch
+    if has_kernels and isinstance(x, Tensor) and x.dim() == 2 and x.size(1) > most:
         out = _in_pieces(op, -(-x.size(1) // most), graph, inputs)
     else:
         out = op(graph, inputs, (), heads=1)

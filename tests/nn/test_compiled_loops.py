@@ -5,9 +5,10 @@ import torch
 
 from pyg_dfgnn.ops import visits
 from pyg_dfgnn.reference.tolerances import elementwise
-from pyg_dfgnn.settings import current
+from pyg_dfgnn.settings import Settings, current
 from tests.nn.convs import FEATURES, LOOPED, NUM_NODES, both, rest_of, trained
 
+SETTINGS = Settings()
 LOOPS = torch.tensor([[2, 2, 5, 0], [2, 2, 5, 0]])
 OPTIONS = [
     *((name, (), {}) for name in LOOPED),
@@ -80,6 +81,23 @@ def test_infinite_rows_of_own_loops_are_pygs():
     x = torch.ones(NUM_NODES, FEATURES)
     x[2] = torch.inf
     torch.testing.assert_close(compiled(layer)(x, LOOPS), pygs(x, LOOPS), equal_nan=True)
+
+
+@pytest.mark.usefixtures("few_on_cpu")
+def test_wide_rows_are_one_graph_with_pygs_numbers():
+    layer, pygs = both("GCNConv", FEATURES, 600, dtype=torch.float32)
+    x, edge_index = torch.randn(NUM_NODES, FEATURES), next(batches())[1]
+    torch.testing.assert_close(compiled(layer)(x, edge_index), pygs(x, edge_index), **elementwise("float32/few_terms"))
+
+
+@pytest.mark.usefixtures("few_on_cpu")
+@pytest.mark.parametrize("name", ["GATConv", "GCNConv"])
+@pytest.mark.parametrize("ids", [(0, NUM_NODES), (NUM_NODES, 0), (0, NUM_NODES + 1)])
+def test_ids_out_of_range_are_errors(name, ids):
+    layer, _ = both(name, dtype=torch.float32)
+    edge_index = torch.cat([LOOPS, torch.tensor(ids).view(2, 1)], dim=1)
+    with pytest.raises((IndexError, RuntimeError)):
+        compiled(layer)(torch.randn(NUM_NODES, FEATURES), edge_index)
 
 
 @pytest.mark.cuda

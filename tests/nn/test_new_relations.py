@@ -213,7 +213,7 @@ def test_node_numbers_and_few_edges_between_many_nodes_take_no_pairs():
     numbers, x = torch.arange(size), torch.randn(5000, FEATURES)
     with emulated_device():
         for conv, nodes in ((by_number, numbers), (own, x)):
-            assert not conv._call(nodes, edge_index.clone(), relation).is_new
+            assert not conv._call(nodes, edge_index.clone(), relation).by_torch
             conv(nodes, edge_index.clone(), relation)
 
 

@@ -8,11 +8,11 @@ import torch
 from torch_geometric.nn import conv as pyg
 
 import pyg_dfgnn
-from pyg_dfgnn.errors import IdRangeError
+from pyg_dfgnn.errors import IdRangeError, UnsupportedError
 from pyg_dfgnn.nn import on_cpu
 from pyg_dfgnn.ops import visits
 from pyg_dfgnn.reference.tolerances import elementwise
-from pyg_dfgnn.settings import Settings, current
+from pyg_dfgnn.settings import Settings, current, local_settings
 from tests.emu import needs_compiler
 from tests.kernels.emulated import emulated_device
 from tests.new_edges import random_edges
@@ -123,6 +123,17 @@ def test_kernels_sum_new_edges_whose_rows_they_take_whole(name, width):
         # What is no tensor is no new edges.
         graph = pyg_dfgnn.Graph.of(edge_index, NODES)
         torch.testing.assert_close(layer(x, *more, graph), want, **elementwise("float32/few_terms"))
+
+
+@needs_compiler
+def test_wide_rows_of_messages_of_ones_own_are_told():
+    class Tripled(pyg_dfgnn.nn.GCNConv):
+        def message(self, x_j, edge_weight):
+            return 3 * edge_weight.view(-1, 1) * x_j
+
+    layer = Tripled(FEATURES, 600)
+    with emulated_device(), local_settings(fallback="error"), pytest.raises(UnsupportedError, match="'message'"):
+        layer(torch.randn(NODES, FEATURES), edges())
 
 
 @pytest.mark.parametrize("weighted", [False, True])

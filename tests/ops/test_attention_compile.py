@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from pyg_dfgnn.graph import EdgeSet, Graph
+from pyg_dfgnn.ops.attention.functional import gatv2_attention
 from pyg_dfgnn.reference.tolerances import elementwise
 from pyg_dfgnn.reference.zoo import random
 from tests.covering import extended, over
@@ -93,6 +94,18 @@ def test_double_backward_of_a_compiled_call(fused):
     with pytest.raises(RuntimeError, match="double backward|once_differentiable"):
         grads = torch.autograd.grad(out.sum(), list(inputs.values()), create_graph=True)
         sum(grad.square().sum() for grad in grads).backward()
+
+
+def test_values_of_looped_edges_in_float64_are_in_the_order_of_the_graph():
+    edge_index = torch.tensor([[0, 2, 1, 2, 3], [1, 2, 0, 3, 3]])
+    graph, edges = Graph.of(edge_index, 4, self_loops=True), EdgeSet(edge_index, 4, 4, True)
+    x, att = torch.randn(4, 2, 3).double(), torch.randn(2, 3).double()
+    edge = torch.randn(graph.num_edges, 2, 3).double()
+    options = {"edge": edge, "return_weights": True}
+    torch._dynamo.reset()
+    call = torch.compile(lambda edges: gatv2_attention(edges, x, x, att, **options), backend="eager")
+    for actual, expected in zip(call(edges), gatv2_attention(graph, x, x, att, **options), strict=True):
+        torch.testing.assert_close(actual, expected, **elementwise("float64"))
 
 
 def test_edge_features_that_do_not_fit_the_loops(fused):

@@ -108,6 +108,7 @@ class AggregationConv(FusedConv):
     """A drop-in conv whose messages need no softmax: what it aggregates, in one gather, is all its statistics."""
 
     _problem_type = staticmethod(_problem)
+    _numbers_per_edge_of = staticmethod(lambda question: question[2])
     _reasons_against = staticmethod(unsupported_reasons)
     _node_dim = -2
     _fused_statistics = frozenset(STATS)

@@ -24,6 +24,7 @@ class AttentionConv(FusedConv):
     """A drop-in conv on a fused attention op."""
 
     _problem_type = AttentionProblem
+    _numbers_per_edge_of = staticmethod(lambda question: question[1] * question[2])
     _reasons_against = staticmethod(unsupported_reasons)
 
     def _plan(self, problem: AttentionProblem, graph: Graph) -> Any:

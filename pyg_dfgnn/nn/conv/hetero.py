@@ -149,7 +149,7 @@ class JointConv(RelationalConv):
                 against += self._edge_set_reasons(sets, edge_type, first.device)
         problem = self._storage_dtype(first), first.device
         against += reasons_on_device(type(self), first.device, *problem)
-        return ConvCall(against, problem, sets, "dict", is_new=on_pairs)
+        return ConvCall(against, problem, sets, "dict", by_torch=on_pairs)
 
     def _fits_joint_pairs(self, x_dict: dict[str, Any], edge_sets: Collection[Tensor], relations: int) -> bool:
         """Return whether operators of torch take new edges with a pair of each relation and node, of whatever type."""
@@ -187,7 +187,7 @@ class JointConv(RelationalConv):
         edge_sets = tuple(sets.edge_index.values())
         if torch.compiler.is_compiling():
             return RowSet("joint", edge_sets, sets.numbers)
-        if call.is_new:
+        if call.by_torch:
             return joint_pairs_of(edge_sets, sets.numbers)
         return joint_graph(edge_sets, sets.numbers) if sets.graph is None else sets.graph
 

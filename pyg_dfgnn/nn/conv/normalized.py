@@ -229,18 +229,21 @@ class NormalizedConv(AggregationConv):
             return call
         is_rows = isinstance(x, Tensor) and x.dim() == 2
         loops = self.normalize and self.add_self_loops
-        if not loops and is_rows and type(edge_index) is Tensor and self._is_compiled_few(edge_index, x.size(1)):
+        is_plain = is_rows and type(edge_index) is Tensor
+        if is_plain and not loops and self._is_compiled_few(edge_index, self._row_width(x)):
             return ConvCall(FEW, (), edge_index, "tensor")
         is_batch = type(edge_index) is Tensor and edge_index.is_cuda and isinstance(x, Tensor) and not is_rows
         few = self._form_of_few(x, edge_index, edge_weight) if is_rows else None
         if (few is not None or is_batch) and not reasons and not is_described():
             why = _BATCHED if is_batch else FEW
-            if few is not _KNOWN and not self._takes_operators(edge_index, x, x):
+            if few is _KNOWN or self._takes_operators(edge_index, x, x):
+                report_fallback(type(self).__name__, why)
+                if few is None:
+                    few = _NEW if is_new(self, edge_index) else _KNOWN
+                return ConvCall((), (), edge_index, few, edge_weight)
+            if is_batch or edge_weight is not None or not loops or not self._is_cut(x):
                 return ConvCall(why, (), edge_index, "tensor")
-            report_fallback(type(self).__name__, why)
-            if few is None:
-                few = _NEW if is_new(self, edge_index) else _KNOWN
-            return ConvCall((), (), edge_index, few, edge_weight)
+            few = None
         if edges_lack_kernels(edge_index):
             return ConvCall([NO_DEVICE, *conv_call.id_reasons(edge_index)], (), edge_index, "tensor")
         against = list(reasons)

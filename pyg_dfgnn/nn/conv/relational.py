@@ -200,7 +200,7 @@ class RelationalConv(FusedConv):
         if form == "Graph" and edge_index.is_static:
             against.append("a RefilledGraph has no relations")
         call = self._gate((), nodes, edge_index, reasons=against, **options)
-        return call.replace(edge_type=edge_type, is_new=on_pairs)
+        return call.replace(edge_type=edge_type, by_torch=on_pairs)
 
     def _parameter_reasons(self, x: Tensor | None, weight: Tensor) -> list[str]:
         """Return what the aggregation and the dtypes of features and parameters have against the fused forward."""
@@ -227,12 +227,12 @@ class RelationalConv(FusedConv):
             transposed = self.flow != "source_to_target"
             assert edge_type is not None
             return RowSet("relations", (edge_index, edge_type), (*sizes, num_relations), transposed)
-        if call.is_new:
+        if call.by_torch:
             assert edge_type is not None
             return pairs_of(edge_index, edge_type, (*sizes, num_relations), self.flow != "source_to_target")
         if call.form in ("tensor", "EdgeIndex"):
             edge_index = edge_index if call.form == "tensor" else edge_index.as_tensor()
-            transposed = self.flow == "target_to_source"
+            transposed = self.flow != "source_to_target"
             return Graph.resolve(edge_index, edge_type, *sizes, False, transposed, num_relations)
         graph: Graph = edge_index if call.form == "Graph" else Graph.of(edge_index, *sizes)
         if edge_type is not None:
