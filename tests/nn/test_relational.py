@@ -250,6 +250,14 @@ def test_forms_of_edges(name, form, flow):
     torch.testing.assert_close(actual, expected, **elementwise("float64"))
 
 
+@pytest.mark.parametrize("name", ["RGCNConv", "FastRGCNConv", "RGATConv"])
+def test_a_flow_that_is_set_later_is_read_as_pyg_reads_it(name):
+    convs = both(name, 6, 4, NUM_RELATIONS)
+    for conv in convs:
+        conv.flow = "neither"
+    assert_same(convs, draw(NUM_NODES, 6), GRAPH.edge_index, GRAPH.edge_type)
+
+
 @pytest.mark.parametrize("name", ["RGCNConv", "FastRGCNConv"])
 def test_relations_in_a_sparse_tensor(name):
     order = GRAPH.edge_index[1].argsort(stable=True)
